@@ -1,0 +1,73 @@
+"""`kamui-dist COMMAND`: one thin entry.
+
+A command is a file in commands/ with `add_arguments(parser)` and `run(args) -> int`; its docstring is its help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import kamui_dist
+from kamui_dist.errors import EXIT_USER_ERROR, UserError
+
+COMMANDS = {
+    "tokenizer": "train a byte-level BPE tokenizer on text files",
+    "prepare": "turn text files into token shards to train on",
+    "sample": "generate text from a checkpoint",
+}
+_EPILOG = """Train with   python -m kamui_dist.train CONFIG   (or torchrun ... -m kamui_dist.train CONFIG).
+`kamui-dist COMMAND --help` explains a command."""
+
+
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """Only the command that is asked for is imported, so that each answers fast."""
+    parser = argparse.ArgumentParser(
+        prog="kamui-dist",
+        description="Tools around the trainer: data in, text out.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"kamui-dist {kamui_dist.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    asked = next((word for word in argv if not word.startswith("-")), None)
+    for name, summary in COMMANDS.items():
+        child = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if name == asked:
+            module = importlib.import_module(f"kamui_dist.commands.{name}")
+            child.description = module.__doc__
+            module.add_arguments(child)
+            child.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code. User errors are one line on stderr and code 2."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = _parser(argv)
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return EXIT_USER_ERROR
+    try:
+        code = int(args.run(args))
+        sys.stdout.flush()  # here, where a closed pipe is still caught
+        return code
+    except UserError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader (head, less) has gone. Python would complain again when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+if __name__ == "__main__":
+    sys.exit(main())

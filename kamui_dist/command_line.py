@@ -1,0 +1,121 @@
+"""The command line of `python -m kamui_dist.train`. Imports no torch, so that a mistake is answered before torch is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from kamui_dist import config, schedule, signals
+from kamui_dist.config import Config
+from kamui_dist.errors import EXIT_FINISHED, EXIT_USER_ERROR, UserError
+from kamui_dist.plan import Plan, make_plan
+
+
+def begin(argv: list[str]) -> tuple[Config, signals.StopRequest]:
+    """From now on signals are heard; the config is read and checked. Ends the process itself for --print-config and the like
+    (exit 0) and for a config that is wrong (exit 2)."""
+    stop = signals.StopRequest().install()
+    options = _parser().parse_args(argv)
+    try:
+        cfg, notes = config.load(Path(options.config), options.overrides)
+        world_size = options.world_size or _world_size(cfg, dry=options.print_config or options.print)
+        windows = _windows(cfg) if options.check or (options.print_schedule and cfg.train.epochs) else None
+        plan = make_plan(cfg, world_size, windows)
+        if _answer(options, cfg, plan):
+            sys.stdout.flush()
+            sys.exit(EXIT_FINISHED)
+    except UserError as error:
+        tell(error)
+        sys.exit(EXIT_USER_ERROR)
+    if os.environ.get("RANK", "0") == "0":
+        for note in notes:
+            print(f"note: {note}")
+    stop.limit_seconds = None if cfg.run.max_minutes is None else 60 * cfg.run.max_minutes
+    return cfg, stop
+
+
+def tell(error: UserError) -> None:
+    """One line a fault on stderr: from rank 0 if every rank has the same fault, else from the rank that has it."""
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or not getattr(error, "agreed", True):
+        for line in str(error).splitlines():
+            print(f"error: {line}" if rank == "0" else f"error: rank {rank}: {line}", file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m kamui_dist.train",
+        description="Trains a language model. Start it with torchrun for several processes; alone it is one process without a "
+        "process group. The same command again resumes the run.",
+        epilog="Exit codes: 0 finished, 2 config or data wrong, 75 stopped on request (run it again to go on), 70 stopped by "
+        "the watch.",
+    )
+    parser.add_argument("config", metavar="CONFIG", help="a TOML file, for example configs/austen_tiny.toml")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="for example optim.lr=3e-4 train.steps=100"
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the effective config, every key with its meaning"
+    )
+    parser.add_argument("--print-schedule", action="store_true", help="draw the learning rate over the run")
+    parser.add_argument("--print", metavar="KEY", help="print the value of one key, for example run.dir")
+    parser.add_argument(
+        "--check", action="store_true", help="check config and data for --world-size processes, then stop"
+    )
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", help="processes to plan for (default: those that are there)"
+    )
+    return parser
+
+
+def _world_size(cfg: Config, dry: bool) -> int:
+    """What the launcher says; when only printing without one, what the config's own mesh asks for."""
+    rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank is None and world is None:
+        fixed = max(cfg.parallel.replicate, 1) * max(cfg.parallel.shard, 1)
+        return fixed if dry else 1
+    try:
+        if not 0 <= int(rank or "") < int(world or ""):
+            raise ValueError
+    except ValueError:
+        raise UserError(
+            f"RANK = {rank} and WORLD_SIZE = {world} do not fit together; torchrun sets both, or unset both"
+        ) from None
+    return int(world or "")
+
+
+def _windows(cfg: Config) -> int:
+    from kamui_dist.start import open_datasets  # imports torch
+
+    return open_datasets(cfg)[0].windows(cfg.model.context_length)
+
+
+def _answer(options: argparse.Namespace, cfg: Config, plan: Plan) -> bool:
+    """Prints what was asked for instead of training; False if nothing was."""
+    if options.print_config:
+        print(f"# {plan.strategy}, {plan.world_size} process(es): {plan.grad_accum_steps} micro-batch(es) a step, "
+              f"{plan.global_batch} sequences = {plan.tokens_per_step:,} tokens a step")  # fmt: skip
+        print(config.to_toml(cfg, meanings=True))
+    if options.print_schedule:
+        s = cfg.schedule
+        rates = [
+            schedule.lr_at(step, kind=s.kind, peak=cfg.optim.lr, floor=s.min_lr, total=plan.steps,
+                           warmup=plan.warmup_steps, decay=plan.decay_steps, decay_shape=s.decay_shape)
+            for step in range(plan.steps)
+        ]  # fmt: skip
+        print(
+            f"learning rate: {s.kind}, warmup {plan.warmup_steps}, decay {plan.decay_steps}, total {plan.steps} updates"
+        )
+        print(schedule.draw(rates))
+        marks = sorted({1, plan.warmup_steps, plan.steps // 2, plan.steps - plan.decay_steps, plan.steps} - {0})
+        print("  ".join(f"update {n}: {rates[n - 1]:.3e}" for n in marks))
+    if options.print:
+        section, _, name = options.print.partition(".")
+        if options.print not in config.KEYS:
+            raise UserError(f"there is no key {options.print}")
+        print(getattr(getattr(cfg, section), name))
+    if options.check and not options.print:
+        print(f"ok: {plan.strategy}, {plan.steps} steps of {plan.tokens_per_step:,} tokens")
+    return bool(options.print_config or options.print_schedule or options.print or options.check)

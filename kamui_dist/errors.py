@@ -1,0 +1,13 @@
+"""Errors that the user can fix: one line on stderr, no traceback, exit code 2."""
+
+EXIT_FINISHED = 0  # finished, early-stopped, or nothing left to do
+EXIT_USER_ERROR = 2  # the config or the data is wrong
+EXIT_DIVERGED = 70  # stopped by the watch
+EXIT_STOPPED = 75  # stopped on request, checkpoint written: run the same command again
+
+
+class UserError(Exception):
+    """The user's config, data or files are wrong. The message is one clear line a fault (several lines: several faults).
+
+    `hint` is a second line with the command or setting that mends it, where there is one.
+    """

@@ -1,0 +1,189 @@
+"""One record a step -> metrics.jsonl (the source of truth), console, TensorBoard; throughput, MFU, memory. Rank 0 writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kamui_dist.files import write_text
+from kamui_dist.state import State
+from kamui_dist.watch import Finding
+
+# Dense bf16 and fp16 FLOP/s of one device, from the makers' data sheets (without sparsity). The longest entry whose words are
+# all in the device's name counts; a device that is not here has no MFU.
+PEAK_FLOPS = {
+    "A100": 312e12, "A800": 312e12, "A30": 165e12, "A10G": 70e12, "A40": 149.7e12, "L4": 121e12, "L40S": 362e12,
+    "H100": 989.4e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H800": 989.4e12, "H200": 989.4e12, "GH200": 989.4e12,
+    "H20": 148e12, "B200": 2250e12, "V100": 125e12,
+}  # fmt: skip
+
+TAGS = {
+    "loss": "train/loss", "loss_average": "train/loss_average", "spike": "train/spike", "lr": "train/lr",
+    "grad_norm_pre_clip": "train/grad_norm_pre_clip", "grad_norm_post_clip": "train/grad_norm_post_clip",
+    "skipped": "train/skipped", "tokens": "train/tokens", "epoch": "train/epoch", "loss_scale": "train/loss_scale",
+    "val_loss": "val/loss", "val_perplexity": "val/perplexity", "tokens_per_sec": "perf/tokens_per_sec",
+    "mfu": "perf/mfu", "step_seconds": "perf/step_seconds", "data_seconds": "perf/data_seconds",
+    "save_seconds": "perf/save_seconds", "eval_seconds": "perf/eval_seconds", "peak_memory_gib": "memory/peak_gib",
+}  # fmt: skip
+
+
+def peak_flops(device: torch.device, precision: str, override: float | None) -> float | None:
+    """FLOP/s of one device, or None where it is not known: no MFU is better than a wrong one."""
+    if override is not None or device.type != "cuda":
+        return override
+    words = torch.cuda.get_device_name(device).replace("-", " ").split()
+    known = [k for k in PEAK_FLOPS if all(part in words for part in k.split())]
+    # Products of a run in fp32 have another peak, which the table does not hold.
+    return PEAK_FLOPS[max(known, key=len)] if known and precision != "fp32" else None
+
+
+def mfu(tokens_per_sec: float, flops_per_token: float, peak: float | None, world_size: int) -> float | None:
+    """Model FLOPs utilisation (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): all ranks' tokens over all ranks' peak."""
+    return None if peak is None else tokens_per_sec * flops_per_token / (peak * world_size)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most this rank has held so far: CUDA's allocator, or the process's resident set on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
+
+
+class Metrics:
+    """metrics.jsonl, console and TensorBoard on rank 0; on every other rank each call does nothing."""
+
+    def __init__(
+        self, run_dir: Path, enabled: bool, every: int, total_steps: int, tensorboard: bool, resumed: int
+    ) -> None:
+        self.enabled = enabled
+        if not enabled:
+            return
+        self.every, self.total_steps = every, total_steps
+        self.live = sys.stdout.isatty()
+        self.pace: float | None = None  # seconds a step including everything, for the ETA
+        self.last = (time.monotonic(), resumed)
+        self.warned = False
+        self.findings_path = run_dir / "findings.jsonl"
+        path = run_dir / "metrics.jsonl"
+        forget_after(path, resumed)
+        self.file = path.open("a", encoding="utf-8", buffering=1)
+        self.board = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # purge_step: what an earlier attempt wrote after our checkpoint is dropped, so that no curve zigzags.
+            self.board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resumed + 1)
+
+    def write(self, kind: str, **values: Any) -> None:
+        """One record. Non-finite numbers become null. A step's points go to TensorBoard every `log.every` steps."""
+        if not self.enabled:
+            return
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        self.file.write(json.dumps({"kind": kind, **clean, "time": round(time.time(), 3)}, allow_nan=False) + "\n")
+        step = values.get("step", 0)
+        if self.board and (kind != "step" or self.due(step)):
+            for name, value in clean.items():
+                if name in TAGS and value is not None:
+                    self.board.add_scalar(TAGS[name], float(value), step)
+
+    def text(self, tag: str, text: str, step: int = 0) -> None:
+        if self.enabled and self.board:
+            self.board.add_text(tag, text, step)
+
+    def due(self, step: int) -> bool:
+        return step % self.every == 0 or step in (1, self.total_steps)
+
+    def console(self, step: int, loss: float, lr: float, norm: float, tokens_per_sec: float, mfu: float | None) -> None:
+        """The line of a step: printed every `log.every` steps; in between, on a terminal, one live line."""
+        if not self.enabled:
+            return
+        now = time.monotonic()
+        recent = (now - self.last[0]) / max(1, step - self.last[1])
+        if self.due(step) or self.pace is None:
+            self.pace = recent if self.pace is None else 0.5 * self.pace + 0.5 * recent
+            self.last = (now, step)
+        if not (self.due(step) or self.live):
+            return
+        line = (
+            f"step {step:>{len(str(self.total_steps))}}/{self.total_steps} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.3f}"
+            f" | {tokens_per_sec:,.0f} tok/s" + (f" | mfu {mfu:.1%}" if mfu is not None else "")
+            + f" | eta {_clock(self.pace * (self.total_steps - step))}"
+        )  # fmt: skip
+        if self.live:
+            print(f"\r\033[K{line}", end="\n" if self.due(step) else "", flush=True)
+        else:
+            print(line, flush=True)
+
+    def evaluation(self, state: State, val_loss: float, seconds: float, improved: bool) -> None:
+        perplexity = math.exp(min(val_loss, 700.0)) if math.isfinite(val_loss) else math.nan
+        self.write("eval", step=state.step, tokens=state.tokens, val_loss=val_loss, val_perplexity=perplexity,
+                   best=improved, eval_seconds=seconds)  # fmt: skip
+        best = "best so far" if improved else f"best {state.best_val_loss} at step {state.best_step}"
+        self.say(
+            f"eval: step {state.step} | val loss {val_loss:.4f} | perplexity {perplexity:.2f} | {best} | {seconds:.1f} s"
+        )
+
+    def checkpoint(self, state: State, seconds: float) -> None:
+        self.write("checkpoint", step=state.step, tokens=state.tokens, save_seconds=seconds)
+        self.say(f"checkpoint: step {state.step} saved in {seconds:.2f} s")
+
+    def findings(self, findings: list[Finding]) -> None:
+        if not (self.enabled and findings):
+            return
+        with self.findings_path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(f.record()) + "\n" for f in findings)
+        for finding in findings:
+            self.say(f"watch: {finding}")
+            self.text("findings", str(finding), finding.step)
+
+    def say(self, line: str) -> None:
+        if self.enabled:
+            print(("\r\033[K" if self.live else "") + line, flush=True)
+
+    def sync(self) -> None:
+        """Before a checkpoint is published: its records must not be the part that a power failure takes."""
+        if self.enabled:
+            self.file.flush()
+            os.fsync(self.file.fileno())
+            if self.board:
+                self.board.flush()
+
+    def close(self) -> None:
+        if self.enabled:
+            self.file.close()
+            if self.board:
+                self.board.close()
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """All whole records of a metrics.jsonl; a last line that a crash cut short is left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(record, dict) and "kind" in record:
+            records.append(record)
+    return records
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Takes out the records of updates that a resume from `step` does again, so that none is visible twice."""
+    if path.exists():
+        repeated = ("step", "eval", "checkpoint", "end")
+        kept = [r for r in read_records(path) if not (r["kind"] in repeated and r.get("step", 0) > step)]
+        write_text(path, "".join(json.dumps(r) + "\n" for r in kept))
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

@@ -1,0 +1,149 @@
+"""Every number that is derived from the config: mesh, accumulation, duration, warmup; and the contradictions between keys.
+
+Pure arithmetic, no torch: a mistake costs one line before a process group or a directory exists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kamui_dist.config import Config
+from kamui_dist.errors import UserError
+
+
+@dataclass(frozen=True)
+class Plan:
+    world_size: int
+    replicate: int
+    shard: int
+    grad_accum_steps: int
+    global_batch: int  # sequences a step, over all ranks and micro-batches
+    tokens_per_step: int
+    steps: int  # optimizer updates of the whole run
+    warmup_steps: int
+    decay_steps: int  # wsd only
+    windows: int | None  # windows of context_length tokens in the data, where known
+    total_samples: int | None  # train.epochs: exactly so many windows, the rest of the last batch is masked
+
+    @property
+    def strategy(self) -> str:
+        if self.world_size == 1:
+            return "single"
+        if self.shard == 1:
+            return f"DDP {self.replicate}"
+        return f"FSDP {self.shard}" if self.replicate == 1 else f"HSDP {self.replicate} x {self.shard}"
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.tokens_per_step
+
+    @property
+    def epochs(self) -> float | None:
+        return self.steps * self.global_batch / self.windows if self.windows else None
+
+
+def make_plan(cfg: Config, world_size: int, windows: int | None = None) -> Plan:
+    """The plan for `world_size` processes and data of `windows` windows (None: not known yet; then train.epochs counts as one
+    step). Raises UserError with one line for each contradiction in the config."""
+    faults = list(_contradictions(cfg))
+    replicate, shard = _mesh(cfg, world_size, faults)
+    ranks = replicate * shard
+    accum, global_batch = _batch(cfg, ranks, faults)
+    tokens_per_step = global_batch * cfg.model.context_length
+    total_samples = None
+    if cfg.train.tokens is not None:
+        steps = math.ceil(cfg.train.tokens / tokens_per_step)
+    elif cfg.train.epochs is not None:
+        total_samples = round(cfg.train.epochs * windows) if windows else None
+        steps = max(1, math.ceil((total_samples or 1) / global_batch))
+    else:
+        steps = cfg.train.steps or 1
+    warmup = _length(cfg.schedule.warmup, steps, "schedule.warmup", faults)
+    decay = _length(cfg.schedule.decay, steps, "schedule.decay", faults) if cfg.schedule.kind == "wsd" else 0
+    known = cfg.train.epochs is None or windows is not None
+    if known and warmup + decay > steps:
+        with_decay = f" + schedule.decay ({decay})" if cfg.schedule.kind == "wsd" else ""
+        faults.append(
+            f"schedule.warmup ({warmup} steps){with_decay} is longer than the run ({steps} steps); shorten it"
+        )
+    if faults:
+        raise UserError("\n".join(faults))
+    return Plan(
+        world_size, replicate, shard, accum, global_batch, tokens_per_step, steps, warmup, decay, windows, total_samples
+    )
+
+
+def _contradictions(cfg: Config) -> Iterator[str]:
+    m, train, sched = cfg.model, cfg.train, cfg.schedule
+    durations = [f"train.{k} = {v}" for k in ("steps", "tokens", "epochs") if (v := getattr(train, k)) is not None]
+    if len(durations) != 1:
+        yield f"give exactly one of train.steps, train.tokens, train.epochs (given: {', '.join(durations) or 'none'})"
+    if train.tokens is not None and train.tokens != int(train.tokens):
+        yield f"train.tokens = {train.tokens} must be a whole number"
+    if train.global_batch is not None and train.grad_accum_steps is not None:
+        yield (
+            f"train.global_batch ({train.global_batch}) and train.grad_accum_steps ({train.grad_accum_steps}) are both "
+            "given; each follows from the other, give one"
+        )
+    if m.factory is None:
+        if m.d_model % m.n_heads:
+            yield f"model.d_model ({m.d_model}) must be a multiple of model.n_heads ({m.n_heads})"
+        elif m.position == "rope" and (m.d_model // m.n_heads) % 2:
+            yield f"model.position = rope needs an even head width; model.d_model / model.n_heads = {m.d_model // m.n_heads}"
+        if m.n_heads % m.kv_heads:
+            yield f"model.n_heads ({m.n_heads}) must be a multiple of model.n_kv_heads ({m.kv_heads})"
+    if sched.kind != "constant" and sched.min_lr > cfg.optim.lr:
+        yield f"schedule.min_lr ({sched.min_lr}) is above optim.lr ({cfg.optim.lr})"
+    if sched.kind == "wsd" and sched.decay_shape == "exponential" and sched.min_lr <= 0:
+        yield "schedule.decay_shape = exponential never reaches 0; set schedule.min_lr above 0"
+    if cfg.data.val_path is None and cfg.eval.patience:
+        yield f"eval.patience = {cfg.eval.patience} needs data.val_path"
+
+
+def _mesh(cfg: Config, world_size: int, faults: list[str]) -> tuple[int, int]:
+    p = cfg.parallel
+    replicate, shard = p.replicate, p.shard
+    for key, value in (("replicate", replicate), ("shard", shard)):
+        if value == 0 or value < -1:
+            faults.append(f"parallel.{key} = {value} must be 1 or more, or -1 for the rest of the ranks")
+            return world_size, 1
+    if shard == -1 and replicate == -1:
+        if "replicate" in p.model_fields_set:
+            faults.append("parallel.replicate and parallel.shard are both -1; only one can be the rest of the ranks")
+        replicate = 1
+    known = max(replicate, 1) * max(shard, 1)
+    if (-1 in (replicate, shard) and world_size % known) or (-1 not in (replicate, shard) and known != world_size):
+        faults.append(
+            f"parallel.replicate ({replicate}) x parallel.shard ({shard}) does not fit the number of processes "
+            f"({world_size}); start {known} processes or set one of them to -1"
+        )
+        return world_size, 1
+    replicate = world_size // known if replicate == -1 else replicate
+    shard = world_size // known if shard == -1 else shard
+    return replicate, shard
+
+
+def _batch(cfg: Config, ranks: int, faults: list[str]) -> tuple[int, int]:
+    micro, wanted = cfg.train.micro_batch, cfg.train.global_batch
+    if wanted is None:
+        accum = cfg.train.grad_accum_steps or 1
+        return accum, accum * micro * ranks
+    one_pass = micro * ranks
+    if wanted % one_pass:
+        below, above = wanted // one_pass * one_pass, -(-wanted // one_pass) * one_pass
+        faults.append(
+            f"train.global_batch ({wanted}) must be a multiple of train.micro_batch x data-parallel ranks "
+            f"({micro} x {ranks} = {one_pass}); set train.global_batch to {f'{below} or ' if below else ''}{above}"
+        )
+    return max(1, wanted // one_pass), wanted
+
+
+def _length(value: float, steps: int, key: str, faults: list[str]) -> int:
+    """Below 1 a fraction of the run, else whole steps."""
+    if value < 1:
+        return round(value * steps)
+    if value != int(value):
+        faults.append(f"{key} = {value} must be a whole number of steps, or a fraction below 1")
+    return int(value)

@@ -1,0 +1,50 @@
+"""The few numbers that resume a run. With the tensors of a checkpoint they are the whole state: batches, learning rate and
+random numbers are functions of (seed, step), so there is no loader, scheduler or generator to save. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kamui_dist.plan import Plan
+
+
+@dataclass
+class State:
+    step: int = 0  # optimizer updates offered
+    samples: int = 0  # windows of the data stream consumed: the data position, whatever the batch size was
+    tokens: int = 0
+    best_val_loss: float | None = None
+    best_step: int | None = None
+    evals_since_best: int = 0
+    evaluation_due: bool = False  # the run was stopped when a validation was due: it comes first after the resume
+
+    def advance(self, plan: Plan) -> None:
+        """One more step. In a run of whole epochs the padding of the last batch does not count."""
+        end = self.samples + plan.global_batch
+        end = end if plan.total_samples is None else min(end, plan.total_samples)
+        self.step += 1
+        self.tokens += (end - self.samples) * (plan.tokens_per_step // plan.global_batch)
+        self.samples = end
+
+    def judge(self, val_loss: float, min_improvement: float) -> bool:
+        """Takes note of a validation loss; true if it is the best so far. NaN is never better."""
+        if self.best_val_loss is None:
+            improved = val_loss == val_loss
+        else:
+            improved = val_loss < self.best_val_loss - min_improvement
+        if improved:
+            self.best_val_loss, self.best_step, self.evals_since_best = val_loss, self.step, 0
+        else:
+            self.evals_since_best += 1
+        return improved
+
+    def out_of_patience(self, patience: int) -> bool:
+        return patience > 0 and self.evals_since_best >= patience
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> State:
+        return cls(**{name: values[name] for name in cls.__dataclass_fields__})
