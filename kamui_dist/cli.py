@@ -40,7 +40,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             module = importlib.import_module(f"kamui_dist.commands.{name}")
             child.description = module.__doc__
             module.add_arguments(child)
-            child.set_defaults(run=module.run)
+            child.set_defaults(call=module.run)
     return parser
 
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return EXIT_USER_ERROR
     try:
-        code = int(args.run(args))
+        code = int(args.call(args))
         sys.stdout.flush()  # here, where a closed pipe is still caught
         return code
     except UserError as error:

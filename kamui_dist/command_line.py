@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kamui_dist import config, schedule, signals
 from kamui_dist.config import Config
-from kamui_dist.errors import EXIT_FINISHED, EXIT_USER_ERROR, UserError
+from kamui_dist.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from kamui_dist.plan import Plan, make_plan
 
 
@@ -17,17 +17,21 @@ def begin(argv: list[str]) -> tuple[Config, signals.StopRequest]:
     """From now on signals are heard; the config is read and checked. Ends the process itself for --print-config and the like
     (exit 0) and for a config that is wrong (exit 2)."""
     stop = signals.StopRequest().install()
-    options = _parser().parse_args(argv)
+    options = _parser().parse_intermixed_args(argv)  # options may stand before, between and after the overrides
     try:
         cfg, notes = config.load(Path(options.config), options.overrides)
-        world_size = options.world_size or _world_size(cfg, dry=options.print_config or options.print)
+        dry = bool(options.print_config or options.print_schedule or options.print)
+        world_size = options.world_size or _world_size(cfg, dry)
         windows = _windows(cfg) if options.check or (options.print_schedule and cfg.train.epochs) else None
         plan = make_plan(cfg, world_size, windows)
         if _answer(options, cfg, plan):
             sys.stdout.flush()
             sys.exit(EXIT_FINISHED)
+    except BrokenPipeError:  # the reader (head, less) has gone; Python would complain again when it flushes stdout at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except UserError as error:
-        tell(error)
+        tell(error, alike=True)
         sys.exit(EXIT_USER_ERROR)
     if os.environ.get("RANK", "0") == "0":
         for note in notes:
@@ -36,12 +40,23 @@ def begin(argv: list[str]) -> tuple[Config, signals.StopRequest]:
     return cfg, stop
 
 
-def tell(error: UserError) -> None:
-    """One line a fault on stderr: from rank 0 if every rank has the same fault, else from the rank that has it."""
+def tell(error: UserError, alike: bool = False) -> None:
+    """One line a fault on stderr. What all ranks agreed on, rank 0 tells; what all ranks of a node found alike (`alike`), the
+    first of them; anything else, the rank that has it."""
     rank = os.environ.get("RANK", "0")
-    if rank == "0" or not getattr(error, "agreed", True):
+    if getattr(error, "agreed", False):
+        speaks = rank == "0"
+    else:
+        speaks = not alike or os.environ.get("LOCAL_RANK", "0") == "0"
+    if speaks:
         for line in str(error).splitlines():
             print(f"error: {line}" if rank == "0" else f"error: rank {rank}: {line}", file=sys.stderr, flush=True)
+
+
+def for_launcher(code: int) -> int:
+    """The exit code of the process. To torchrun any other than 0 is a failure: it would restart what was stopped on request, or
+    print pages about it; status.json has the code all the same."""
+    return EXIT_FINISHED if code == EXIT_STOPPED and "TORCHELASTIC_RUN_ID" in os.environ else code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,9 +80,15 @@ def _parser() -> argparse.ArgumentParser:
         "--check", action="store_true", help="check config and data for --world-size processes, then stop"
     )
     parser.add_argument(
-        "--world-size", type=int, metavar="N", help="processes to plan for (default: those that are there)"
+        "--world-size", type=_count, metavar="N", help="processes to plan for (default: those that are there)"
     )
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes (1 or more)")
+    return int(text)
 
 
 def _world_size(cfg: Config, dry: bool) -> int:

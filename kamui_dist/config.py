@@ -18,7 +18,7 @@ import typing
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from kamui_dist.errors import UserError
 
@@ -29,6 +29,7 @@ ALIASES = {
     "n_head": "model.n_heads", "n_embd": "model.d_model", "max_norm": "optim.grad_clip", "gradient_accumulation_steps":
     "train.grad_accum_steps", "warmup_steps": "schedule.warmup", "save_every": "checkpoint.every", "seed": "run.seed",
 }  # fmt: skip
+UNSET = ("none", "null")  # as the value on the command line
 EITHER_OR = [("train.steps", "train.tokens", "train.epochs"), ("train.global_batch", "train.grad_accum_steps")]
 
 
@@ -57,7 +58,9 @@ class Section(BaseModel):
 
 
 class Run(Section):
-    dir: str | None = knob(None, "where everything of this run is kept; unset: runs/<name of the config file>")
+    dir: str | None = knob(
+        None, "where everything of this run is kept; unset: runs/<name of the config file>", min_length=1
+    )
     seed: Int = knob(1337, "initial weights, data order and dropout are functions of it", ge=0, lt=2**63)
     device: Literal["auto", "cpu", "cuda"] = knob("auto", "auto: cuda if there is one, else cpu")
     precision: Literal["bf16", "fp16", "fp32"] = knob(
@@ -98,7 +101,7 @@ class Model(Section):
         None, '"package.module:function": your own model; called with this section, returns an nn.Module with '
         "forward(inputs (B, T), targets (B, T)) -> cross-entropy summed over targets != -100"
     )  # fmt: skip
-    factory_args: dict[str, Any] = knob({}, "free table for the factory to read")
+    factory_args: dict[str, JsonValue] = knob({}, "free table for the factory to read (no dates)")
 
     @property
     def kv_heads(self) -> int:
@@ -150,6 +153,13 @@ class Parallel(Section):
     )
     reduce_dtype: Literal["bf16", "fp32"] = knob("fp32", "FSDP: type in which gradients are reduced")
 
+    @model_validator(mode="after")
+    def _shard_takes_the_rest(self) -> Parallel:
+        """parallel.shard = -1 alone is FSDP over all ranks: only one of the two can be the rest."""
+        if self.shard == -1 and "replicate" not in self.model_fields_set:
+            self.replicate = 1
+        return self
+
 
 class Train(Section):
     steps: Int | None = knob(None, "duration in optimizer steps; give steps, tokens or epochs", ge=1)
@@ -164,7 +174,7 @@ class Train(Section):
 
 class Eval(Section):
     every: Int = knob(250, "steps between validations; 0: only at the end", ge=0)
-    batches: Int | None = knob(20, "size of the validation set in global batches; none: all of it", ge=1)
+    batches: Int = knob(20, "size of the validation set in global batches; 0: all of it", ge=0)
     patience: Int = knob(0, "stop after this many validations without improvement; 0: never", ge=0)
     min_improvement: Float = knob(0.0, "a validation loss counts as better if lower by more than this", ge=0)
 
@@ -213,10 +223,12 @@ def load(path: Path, overrides: list[str]) -> tuple[Config, list[str]]:
 
     Contradictions between keys are in plan.py, which also knows the number of processes.
     """
-    values = _read(path)
+    values, faults = _read(path)
     origin = {f"{s}.{k}": str(path) for s, table in values.items() for k in table}
-    notes, faults = _apply(values, origin, overrides)
-    values.setdefault("run", {}).setdefault("dir", f"runs/{path.stem}")
+    notes, wrong = _apply(values, origin, overrides)
+    faults += wrong
+    if values.setdefault("run", {}).get("dir") is None:
+        values["run"]["dir"] = f"runs/{path.stem}"
     try:
         cfg = Config.model_validate(values)
     except ValidationError as error:
@@ -226,7 +238,8 @@ def load(path: Path, overrides: list[str]) -> tuple[Config, list[str]]:
     return cfg, notes
 
 
-def _read(path: Path) -> dict[str, dict[str, Any]]:
+def _read(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """The sections of the file, and a fault for each thing in it that is none."""
     if path.is_dir():
         raise UserError(f"{path.absolute()} is a directory; give a config file (.toml)")
     try:
@@ -235,27 +248,24 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         raise UserError(f"there is no config file {path.absolute()}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path.absolute()} is not a readable TOML file: {error}") from None
-    stray = [
-        f"{path}: {_suggest(k)}" for k, v in values.items() if not (k in Config.model_fields and isinstance(v, dict))
-    ]
-    if stray:
-        raise UserError("\n".join(stray))
-    return values
+    stray = [k for k, v in values.items() if not (k in Config.model_fields and isinstance(v, dict))]
+    return {k: v for k, v in values.items() if k not in stray}, [f"{_suggest(k)} ({path})" for k in stray]
 
 
 def _apply(values: dict[str, Any], origin: dict[str, str], overrides: list[str]) -> tuple[list[str], list[str]]:
     """Puts the overrides into `values`. Returns (notes, faults)."""
-    notes, faults, told = [], [], {o.partition("=")[0] for o in overrides}
+    notes, faults = [], []
+    told = {key for key, _, text in (o.partition("=") for o in overrides) if text.strip().lower() not in UNSET}
     for group in EITHER_OR:
         if told & set(group):
-            for key in set(group) - told & origin.keys():
+            for key in [k for k in group if k in origin and k not in told]:
                 section, name = key.split(".")
-                given = ", ".join(o for o in overrides if o.partition("=")[0] in group)
+                given = ", ".join(o for o in overrides if o.partition("=")[0] in told & set(group))
                 notes.append(f"{given} (command line) replaces {key} = {values[section].pop(name)} ({origin.pop(key)})")
     for override in overrides:
         key, equals, text = override.partition("=")
-        section, dot, name = key.partition(".")
-        if not (equals and dot and text.strip()):
+        section, _, name = key.partition(".")
+        if not (equals and name and text.strip()):
             faults.append(f"{override!r}: an override is section.key=value, for example optim.lr=3e-4")
         elif section not in Config.model_fields:
             faults.append(f"{override!r}: {_suggest(key)}")
@@ -269,7 +279,7 @@ def _apply(values: dict[str, Any], origin: dict[str, str], overrides: list[str])
 
 
 def _parse(text: str) -> Any:
-    if text.lower() in ("none", "null"):
+    if text.lower() in UNSET:
         return None
     try:
         parsed = tomllib.loads(f"x = {text}")
@@ -290,10 +300,12 @@ def _explain(error: Any, origin: dict[str, str]) -> str:
 
 
 def _suggest(key: str) -> str:
-    """unknown key, with the nearest valid one: the same name in another section, else the most similar spelling."""
+    """unknown key, with the nearest valid one: what another trainer means by it, the same name in another section, else the
+    most similar spelling."""
     plain = key.replace("-", "_")
     name = plain.rpartition(".")[2]
-    near = [k for k in KEYS if k.endswith(f".{name}")] or difflib.get_close_matches(plain, KEYS, 1, 0.75)
+    near = [ALIASES[name]] if name in ALIASES else [k for k in KEYS if k.endswith(f".{name}")]
+    near = near or difflib.get_close_matches(plain, KEYS, 1, 0.75)
     if "." not in key:
         near = [f"[{s}]" for s in difflib.get_close_matches(plain, list(Config.model_fields), 1)] or near
     for alias in difflib.get_close_matches(name, [*ALIASES, *(k.partition(".")[2] for k in KEYS)], 1, 0.7):
@@ -329,7 +341,9 @@ def _bounds(field: Any) -> str:
 
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items()) + " }"
+        return "{ " + ", ".join(f"{_toml(k)} = {_toml(v)}" for k, v in value.items()) + " }"
     if isinstance(value, list):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
-    return json.dumps(value) if isinstance(value, (str, bool)) else repr(value)
+    if isinstance(value, str):  # JSON's strings but for two: TOML has no surrogate pairs, and wants DEL escaped
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value) if isinstance(value, bool) else repr(value)

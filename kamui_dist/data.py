@@ -30,8 +30,9 @@ DEPTH = 2  # steps that are read ahead
 def rank_positions(first_sample: int, micro_batch: int, grad_accum_steps: int, rank: int, ranks: int) -> np.ndarray:
     """The stream positions of this rank's micro-batches in one step: int64 (A, B).
 
-    A = grad_accum_steps, B = micro_batch, R = ranks. Micro-batch m of rank r takes first_sample + m*R*B + r*B and the next B - 1, so ranks and micro-batches together
-    take each of the R*A*B positions of the step once. `rank` and `ranks` count data-parallel ranks.
+    A = grad_accum_steps, B = micro_batch, R = ranks. Micro-batch m of rank r takes first_sample + m*R*B + r*B and the
+    next B - 1, so ranks and micro-batches together take each of the R*A*B positions of the step once. `rank` and
+    `ranks` count data-parallel ranks.
     """
     micro_steps = np.arange(grad_accum_steps, dtype=np.int64)[:, None]  # (A, 1)
     rows = np.arange(micro_batch, dtype=np.int64)[None, :]  # (1, B)

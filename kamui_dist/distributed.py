@@ -58,11 +58,10 @@ def start(device: torch.device, timeout_minutes: float) -> None:
     """Joins the process group that the environment describes; with one process there is none. Blocks until all ranks are there."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
-    # The gloo half carries objects and checkpoint planning, so that neither touches the GPU's queue.
+    # The gloo half carries objects and checkpoint planning, so that neither touches the GPU's queue. Without device_id: NCCL
+    # takes the current device, which choose_device has set, and groups of gloo alone can still be made beside it.
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(
-        backend, timeout=timedelta(minutes=timeout_minutes), device_id=device if device.type == "cuda" else None
-    )
+    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
 
 
 def make_mesh(device: torch.device, replicate: int, shard: int) -> DeviceMesh | None:
@@ -88,7 +87,7 @@ def gather_objects(obj: Any) -> list[Any]:
     if not dist.is_initialized():
         return [obj]
     out: list[Any] = [None] * world_size()
-    dist.all_gather_object(out, obj, group=_control_group())
+    dist.all_gather_object(out, obj)  # over gloo, also beside NCCL
     return out
 
 
@@ -146,7 +145,13 @@ def gather_rows(*values: torch.Tensor | float, device: torch.device) -> list[lis
     A gather and not an all-reduce: sums, maxima and "which rank" come from one message, and every rank adds them up in the
     same order, so whatever is decided from them is decided alike.
     """
-    row = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in values])  # (k,)
+    # full() and not tensor(): a fill kernel, where a copy from the host would wait for the device
+    row = torch.stack(
+        [
+            v.double() if isinstance(v, torch.Tensor) else torch.full((), v, dtype=torch.float64, device=device)
+            for v in values
+        ]
+    )  # (k,)
     rows = row.new_empty(world_size(), len(values))  # (world, k)
     if dist.is_initialized():
         # 2.13 renamed it and warns of the old name; 2.11 has only that one.
@@ -155,16 +160,3 @@ def gather_rows(*values: torch.Tensor | float, device: torch.device) -> list[lis
     else:
         rows[0] = row
     return rows.tolist()
-
-
-_control: dist.ProcessGroup | None = None
-
-
-def _control_group() -> dist.ProcessGroup | None:
-    """A gloo group for objects when the main one is NCCL; the main group itself on CPU (None)."""
-    global _control
-    if dist.get_backend() == "gloo":
-        return None
-    if _control is None:
-        _control = dist.new_group(backend="gloo")
-    return _control

@@ -21,8 +21,8 @@ from kamui_dist.watch import Finding
 # all in the device's name counts; a device that is not here has no MFU.
 PEAK_FLOPS = {
     "A100": 312e12, "A800": 312e12, "A30": 165e12, "A10G": 70e12, "A40": 149.7e12, "L4": 121e12, "L40S": 362e12,
-    "H100": 989.4e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H800": 989.4e12, "H200": 989.4e12, "GH200": 989.4e12,
-    "H20": 148e12, "B200": 2250e12, "V100": 125e12,
+    "H100": 989.4e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H800": 989.4e12, "H800 PCIe": 756e12, "H200": 989.4e12,
+    "H200 NVL": 835e12, "GH200": 989.4e12, "H20": 148e12, "B200": 2250e12, "V100": 125e12, "V100 PCIE": 112e12,
 }  # fmt: skip
 
 TAGS = {
@@ -37,12 +37,17 @@ TAGS = {
 
 def peak_flops(device: torch.device, precision: str, override: float | None) -> float | None:
     """FLOP/s of one device, or None where it is not known: no MFU is better than a wrong one."""
-    if override is not None or device.type != "cuda":
-        return override
-    words = torch.cuda.get_device_name(device).replace("-", " ").split()
-    known = [k for k in PEAK_FLOPS if all(part in words for part in k.split())]
     # Products of a run in fp32 have another peak, which the table does not hold.
-    return PEAK_FLOPS[max(known, key=len)] if known and precision != "fp32" else None
+    if override is not None or device.type != "cuda" or precision == "fp32":
+        return override
+    return peak_of(torch.cuda.get_device_name(device))
+
+
+def peak_of(name: str) -> float | None:
+    """From the table, by the name that the driver gives; None for an unknown device, or a slice of one (MIG)."""
+    words = name.replace("-", " ").split()
+    known = [k for k in PEAK_FLOPS if all(part in words for part in k.split())]
+    return PEAK_FLOPS[max(known, key=len)] if known and "MIG" not in words else None
 
 
 def mfu(tokens_per_sec: float, flops_per_token: float, peak: float | None, world_size: int) -> float | None:
@@ -88,6 +93,9 @@ class Metrics:
             return
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         self.file.write(json.dumps({"kind": kind, **clean, "time": round(time.time(), 3)}, allow_nan=False) + "\n")
+        if (clean.get("mfu") or 0.0) > 1.0 and not self.warned:
+            self.warned = True
+            self.say(f"warning: mfu {values['mfu']:.2f} is above 1, which no device reaches; log.peak_flops is too low")
         step = values.get("step", 0)
         if self.board and (kind != "step" or self.due(step)):
             for name, value in clean.items():
@@ -166,7 +174,7 @@ class Metrics:
 def read_records(path: Path) -> list[dict[str, Any]]:
     """All whole records of a metrics.jsonl; a last line that a crash cut short is left out."""
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
             record = json.loads(line)
         except json.JSONDecodeError:

@@ -54,8 +54,8 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(size)) if cfg.bias and cfg.norm == "layernorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        # Autocast leaves fp32 weights beside a bf16 x (q and k), FSDP can leave bf16 weights beside an fp32 x: the CPU
-        # kernels refuse such mixtures. Nothing happens where the types agree.
+        # Autocast leaves fp32 weights beside a bf16 x (q and k), which rms_norm computes unfused; FSDP can leave bf16
+        # weights beside an fp32 x, which the CPU's layer_norm refuses. Nothing happens where the types agree.
         x = x.to(self.weight.dtype)
         if self.kind == "layernorm":
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)

@@ -40,12 +40,6 @@ def parallelize(model: nn.Module, cfg: Config, plan: Plan, mesh: DeviceMesh | No
             block.compile()
     if plan.shard > 1:
         assert mesh is not None
-        rows = min(max(p.shape[0] if p.ndim else 1 for p in block.parameters()) for block in _blocks(model))
-        if plan.shard > rows:
-            raise UserError(
-                f"parallel.shard ({plan.shard}) is more than the rows ({rows}) of the model's smallest block: some ranks would "
-                "hold nothing of it; lower parallel.shard and raise parallel.replicate"
-            )
         _shard(model, cfg, mesh["shard"] if plan.replicate == 1 else mesh["replicate", "shard"])
     if on_meta:
         model.to_empty(device=device)
@@ -56,8 +50,19 @@ def parallelize(model: nn.Module, cfg: Config, plan: Plan, mesh: DeviceMesh | No
     return model
 
 
+def check_shards(model: nn.Module, plan: Plan) -> None:
+    """Raises UserError if some rank would hold nothing of a block. Before anything is made; also on meta."""
+    sizes = [[p.shape[0] if p.ndim else 1 for p in block.parameters()] for block in _blocks(model) or [model]]
+    rows = min(max(size) for size in sizes if size)
+    if plan.shard > rows:
+        raise UserError(
+            f"parallel.shard ({plan.shard}) is more than the rows ({rows}) of the model's smallest block: some ranks would "
+            "hold nothing of it; lower parallel.shard and raise parallel.replicate"
+        )
+
+
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The units that are compiled and sharded: the children of every ModuleList, else the model as a whole."""
+    """The units that are compiled and sharded: the children of every ModuleList (none: the model is one unit)."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     inner = {id(m) for outer in lists for child in outer for m in child.modules()}
     return [child for one in lists if id(one) not in inner for child in one]
@@ -67,7 +72,9 @@ def _shard(model: nn.Module, cfg: Config, mesh: DeviceMesh) -> None:
     param = DTYPES[cfg.parallel.param_dtype or cfg.run.precision]
     reduce = DTYPES[cfg.parallel.reduce_dtype]
     policy = MixedPrecisionPolicy(
-        param_dtype=None if param == torch.float32 else param, reduce_dtype=None if reduce == param else reduce
+        param_dtype=None if param == torch.float32 else param,
+        reduce_dtype=None if reduce == param else reduce,
+        cast_forward_inputs=False,  # the activations have their type already, and the rotary table must keep fp32
     )
     for block in _blocks(model):
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=cfg.parallel.reshard_after_forward)

@@ -48,9 +48,9 @@ def make_plan(cfg: Config, world_size: int, windows: int | None = None) -> Plan:
     """The plan for `world_size` processes and data of `windows` windows (None: not known yet; then train.epochs counts as one
     step). Raises UserError with one line for each contradiction in the config."""
     faults = list(_contradictions(cfg))
-    replicate, shard = _mesh(cfg, world_size, faults)
-    ranks = replicate * shard
-    accum, global_batch = _batch(cfg, ranks, faults)
+    mesh = _mesh(cfg, world_size, faults)
+    replicate, shard = mesh or (world_size, 1)
+    accum, global_batch = _batch(cfg, replicate * shard, faults if mesh else [])  # without a mesh its numbers mislead
     tokens_per_step = global_batch * cfg.model.context_length
     total_samples = None
     if cfg.train.tokens is not None:
@@ -62,6 +62,8 @@ def make_plan(cfg: Config, world_size: int, windows: int | None = None) -> Plan:
         steps = cfg.train.steps or 1
     warmup = _length(cfg.schedule.warmup, steps, "schedule.warmup", faults)
     decay = _length(cfg.schedule.decay, steps, "schedule.decay", faults) if cfg.schedule.kind == "wsd" else 0
+    if cfg.schedule.warmup < 1 and cfg.schedule.decay < 1 and cfg.schedule.warmup + cfg.schedule.decay <= 1:
+        decay = min(decay, steps - warmup)  # both may have been rounded up
     known = cfg.train.epochs is None or windows is not None
     if known and warmup + decay > steps:
         with_decay = f" + schedule.decay ({decay})" if cfg.schedule.kind == "wsd" else ""
@@ -102,24 +104,24 @@ def _contradictions(cfg: Config) -> Iterator[str]:
         yield f"eval.patience = {cfg.eval.patience} needs data.val_path"
 
 
-def _mesh(cfg: Config, world_size: int, faults: list[str]) -> tuple[int, int]:
+def _mesh(cfg: Config, world_size: int, faults: list[str]) -> tuple[int, int] | None:
+    """(replicate, shard), or None and a fault."""
     p = cfg.parallel
     replicate, shard = p.replicate, p.shard
     for key, value in (("replicate", replicate), ("shard", shard)):
         if value == 0 or value < -1:
             faults.append(f"parallel.{key} = {value} must be 1 or more, or -1 for the rest of the ranks")
-            return world_size, 1
+            return None
     if shard == -1 and replicate == -1:
-        if "replicate" in p.model_fields_set:
-            faults.append("parallel.replicate and parallel.shard are both -1; only one can be the rest of the ranks")
-        replicate = 1
+        faults.append("parallel.replicate and parallel.shard are both -1; only one can be the rest of the ranks")
+        return None
     known = max(replicate, 1) * max(shard, 1)
     if (-1 in (replicate, shard) and world_size % known) or (-1 not in (replicate, shard) and known != world_size):
         faults.append(
             f"parallel.replicate ({replicate}) x parallel.shard ({shard}) does not fit the number of processes "
             f"({world_size}); start {known} processes or set one of them to -1"
         )
-        return world_size, 1
+        return None
     replicate = world_size // known if replicate == -1 else replicate
     shard = world_size // known if shard == -1 else shard
     return replicate, shard

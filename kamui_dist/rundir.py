@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -20,11 +21,13 @@ from kamui_dist.files import write_json, write_text
 from kamui_dist.state import State
 
 
-def prepare(cfg: Config) -> Path:
+def locate(cfg: Config) -> Path:
+    """One directory for all ranks, whatever their working directories. Makes nothing. Collective."""
+    return Path(distributed.broadcast_object(str(Path(cfg.run.dir or "").absolute())))
+
+
+def prepare(path: Path) -> None:
     """Makes the run directory, or shows that it can be written. Collective. Raises UserError on every rank alike."""
-    path = Path(
-        distributed.broadcast_object(str(Path(cfg.run.dir or "").absolute()))
-    )  # one directory, whatever each rank's cwd
     with distributed.together():
         if distributed.is_main():
             try:
@@ -34,7 +37,6 @@ def prepare(cfg: Config) -> Path:
                 probe.unlink()
             except OSError as error:
                 raise UserError(f"run.dir: {path} cannot be written: {error.strerror}") from None
-    return path
 
 
 def describe(path: Path, cfg: Config, device: torch.device, fingerprint: str, tokenizer: str) -> None:
@@ -70,8 +72,12 @@ def write_status(
 
 
 def record_failure(cfg: Config, error: BaseException, exit_code: int) -> None:
-    """Outcome "failed", unless there is no run directory: a wrong config makes none."""
+    """Outcome "failed", unless there is no run directory: a wrong config makes none, or leaves none."""
     path = Path(cfg.run.dir or "")
+    if isinstance(error, UserError):
+        with contextlib.suppress(OSError):  # rmdir takes empty directories only: what prepare() has just made
+            (path / "checkpoints").rmdir()
+            path.rmdir()
     if not path.is_dir():
         return
     try:

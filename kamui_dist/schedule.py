@@ -33,7 +33,7 @@ def lr_at(
     n = step + 1
     warmup = max(warmup, 1)
     if n <= warmup:
-        return peak * n / warmup
+        return peak * (n / warmup)  # exactly the peak at n = warmup
     if kind == "constant":
         return peak
     start = warmup if kind in ("linear", "cosine") else total - decay  # the last update that still has the peak
@@ -62,7 +62,7 @@ def draw(values: list[float], width: int = 72, height: int = 12) -> str:
     lines = []
     for row in range(height, 0, -1):
         fill = [eighths[max(0, min(8, round((v / top * height - (row - 1)) * 8)))] for v in columns]
-        label = f"{top:9.2e}" if row == height else f"{top / 2:9.2e}" if row == height // 2 + 1 else " " * 9
+        label = f"{top:9.2e}" if row == height else f"{top / 2:9.2e}" if row == height // 2 else " " * 9
         lines.append(f"{label} │{''.join(fill)}".rstrip())
     lines.append(f"{'0':>9} └{'─' * len(columns)}")
     lines.append(f"{'update':>9}  1{str(len(values)).rjust(len(columns) - 1)}")

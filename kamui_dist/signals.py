@@ -7,6 +7,7 @@ which takes seconds in which a signal would otherwise kill the process.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -54,4 +55,6 @@ class StopRequest:
             self._looked = now
             if self.stop_file.exists():
                 self.code = max(self.code, REASONS.index("file STOP"))
+                with contextlib.suppress(OSError):  # heard: it must not stop the resumed run too
+                    self.stop_file.unlink()
         return self.code

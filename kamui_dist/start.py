@@ -16,6 +16,7 @@ from kamui_dist.data import TokenDataset
 from kamui_dist.errors import UserError
 from kamui_dist.model import GPT
 from kamui_dist.precision import LossScaler
+from kamui_dist.tensors import model_tensors
 from kamui_dist.watch import Watch
 
 # What may differ between a checkpoint and the config that resumes it; every other key of [model] shapes the weights, or what
@@ -69,10 +70,14 @@ def build_model(cfg: Config) -> nn.Module:
         factory = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(f'model.factory = {cfg.model.factory!r} ("package.module:function"): {error}') from None
+    if not callable(factory):
+        raise UserError(f"model.factory = {cfg.model.factory!r} is a {type(factory).__name__}, not a function")
     torch.manual_seed(cfg.run.seed)
     model = factory(cfg.model)
     if not isinstance(model, nn.Module):
         raise UserError(f"model.factory = {cfg.model.factory!r} returned {type(model).__name__}, not an nn.Module")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UserError(f"model.factory = {cfg.model.factory!r} returned a model without parameters to train")
     if any(p.is_meta for p in model.parameters()) and not hasattr(model, "init_parameter"):
         raise UserError(
             f"model.factory = {cfg.model.factory!r} returned parameters on the meta device and no init_parameter"
@@ -101,6 +106,11 @@ def find_checkpoint(cfg: Config, run_dir: Path, fingerprint: str) -> Checkpoint 
         for key in now
         if key not in FREE_MODEL_KEYS and key in saved and saved[key] != now[key]
     ]
+    if (before := found.state["config"]["optim"]["name"]) != cfg.optim.name:
+        faults.append(
+            f"optim.name is {cfg.optim.name}, but {found.path} has the state of {before}; set it back, or begin a new run with "
+            f"checkpoint.init_from={run_dir}"
+        )
     if found.state["data_fingerprint"] != fingerprint and not cfg.data.allow_change:
         faults.append(
             f"data.path: the data differ from those that {found.path} was trained on (fingerprint {fingerprint[:12]} against "
@@ -111,8 +121,49 @@ def find_checkpoint(cfg: Config, run_dir: Path, fingerprint: str) -> Checkpoint 
     return found
 
 
+def find_weights(cfg: Config, module: nn.Module) -> Checkpoint | Path | None:
+    """What checkpoint.init_from names, if set: a run directory (its newest checkpoint), one checkpoint, or a .safetensors file.
+
+    Raises UserError if it is missing, damaged, or not of this model's names and shapes; before anything is made.
+    """
+    if cfg.checkpoint.init_from is None:
+        return None
+    path = Path(cfg.checkpoint.init_from).absolute()
+    if not path.exists():
+        raise UserError(f"checkpoint.init_from: {path} does not exist")
+    if path.suffix == ".safetensors":
+        try:
+            with safetensors.safe_open(path, framework="pt") as file:
+                there = {_plain(n): file.get_slice(n).get_shape() for n in file.keys()}  # noqa: SIM118 - it is not a dict
+        except (safetensors.SafetensorError, OSError) as error:
+            raise UserError(f"checkpoint.init_from: {path} is not a whole safetensors file: {error}") from None
+        found: Checkpoint | Path = path
+    else:
+        steps = checkpoint.step_directories(path / "checkpoints")
+        path = steps[-1][1] if steps else path
+        try:
+            checkpoint.verify(path)
+            found = checkpoint.open_checkpoint(path)
+        except checkpoint.CheckpointError as error:
+            raise UserError(f"checkpoint.init_from: {error}") from None
+        saved = found.manifest["tensors"].items()
+        there = {_plain(n): tensor["shape"] for n, tensor in saved if not n.startswith("optim.")}
+    here = {_plain(n): list(tensor.shape) for n, tensor in model_tensors(module).items()}
+    faults = [f"{n} is only in the {'model' if n in here else 'file'}" for n in sorted(here.keys() ^ there.keys())]
+    faults += [f"{n} has shape {there[n]} there, {here[n]} here" for n in here if n in there and there[n] != here[n]]
+    if faults:
+        more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
+        raise UserError(f"checkpoint.init_from: {path} is not of this model: {'; '.join(faults[:5])}{more}")
+    return found
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("model.")
+
+
 def restore(
-    cfg: Config, found: Checkpoint | None, module: nn.Module, optimizer: torch.optim.Optimizer, watch: Watch, scaler: LossScaler
+    cfg: Config, found: Checkpoint | None, weights: Checkpoint | Path | None, module: nn.Module,
+    optimizer: torch.optim.Optimizer, watch: Watch, scaler: LossScaler,
 ) -> str:  # fmt: skip
     """The ways to start, in this order: resume this run; weights from checkpoint.init_from; scratch. Collective.
 
@@ -130,50 +181,18 @@ def restore(
         ]
         saved_on = f"{found.state['strategy']}, {found.state['world_size']} process(es)"
         return "\n".join([f"resume from {found.path} (step {found.step}; saved by {saved_on})", *changed])
-    if cfg.checkpoint.init_from is not None:
-        return f"weights from {_load_weights(Path(cfg.checkpoint.init_from), module)}, optimizer and step fresh"
+    if isinstance(weights, Checkpoint):
+        checkpoint.load_weights(weights, module)
+        return f"weights from {weights.path}, optimizer and step fresh"
+    if weights is not None:
+        with distributed.together():
+            _load_file(weights, module)
+        return f"weights from {weights}, optimizer and step fresh"
     return "scratch" if cfg.model.factory is None else f"the weights that {cfg.model.factory} made"
 
 
-def _load_weights(path: Path, module: nn.Module) -> str:
-    """From a run directory (its newest checkpoint), one checkpoint, or a .safetensors file with this model's names. Nothing
-    outside this run is changed."""
-    path = path.absolute()
-    with distributed.together():
-        if not path.exists():
-            raise UserError(f"checkpoint.init_from: {path} does not exist")
-        if path.suffix == ".safetensors":
-            _load_file(path, module)
-    if path.suffix == ".safetensors":
-        return str(path)
-    with distributed.together():
-        steps = checkpoint.step_directories(path / "checkpoints")
-        path = steps[-1][1] if steps else path
-        try:
-            checkpoint.verify(path)
-            found = checkpoint.open_checkpoint(path)
-        except checkpoint.CheckpointError as error:
-            raise UserError(f"checkpoint.init_from: {error}") from None
-    checkpoint.load_weights(found, module)
-    return str(path)
-
-
 def _load_file(path: Path, module: nn.Module) -> None:
-    tensors = {name: t for name, t in module.state_dict().items() if isinstance(t, torch.Tensor)}
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            names = {name.removeprefix("model."): name for name in file.keys()}  # noqa: SIM118 - it is not a dict
-            if faults := sorted(tensors.keys() ^ names.keys()):
-                raise UserError(
-                    f"checkpoint.init_from: the names in {path} are not the model's; on one side only: "
-                    f"{', '.join(faults[:5])}" + (f" and {len(faults) - 5} more" if len(faults) > 5 else "")
-                )
-            for name, tensor in tensors.items():
-                shape = file.get_slice(names[name]).get_shape()
-                if shape != list(tensor.shape):
-                    raise UserError(
-                        f"checkpoint.init_from: {name} has shape {shape} in {path}, here {list(tensor.shape)}"
-                    )
-                parallel.copy_full(tensor, file.get_tensor(names[name]))
-    except safetensors.SafetensorError as error:
-        raise UserError(f"checkpoint.init_from: {path} is not a whole safetensors file: {error}") from None
+    with safetensors.safe_open(path, framework="pt") as file:
+        names = {_plain(name): name for name in file.keys()}  # noqa: SIM118 - it is not a dict
+        for name, tensor in model_tensors(module).items():
+            parallel.copy_full(tensor, file.get_tensor(names[_plain(name)]))

@@ -52,8 +52,9 @@ def train(cfg: Config, stop: StopRequest) -> int:
         windows = train_data.windows(cfg.model.context_length)
         plan = make_plan(cfg, ranks, windows)
         model = start.build_model(cfg)
+        parallel.check_shards(model, plan)
     counts = banner.count(model, cfg)
-    run_dir = rundir.prepare(cfg)
+    run_dir = rundir.locate(cfg)
     found = start.find_checkpoint(cfg, run_dir, train_data.fingerprint)
     state = State() if found is None else State.from_dict(found.state["state"])
     if state.step >= plan.steps or state.out_of_patience(cfg.eval.patience):
@@ -61,6 +62,9 @@ def train(cfg: Config, stop: StopRequest) -> int:
             print(f"nothing left to do: {run_dir} is finished at step {state.step} of {plan.steps}")
         distributed.stop()
         return EXIT_FINISHED
+    with distributed.together():
+        weights = None if found else start.find_weights(cfg, model)
+    rundir.prepare(run_dir)  # nothing is made before all that can be checked has been
 
     mesh = distributed.make_mesh(device, plan.replicate, plan.shard)
     model = parallel.parallelize(model, cfg, plan, mesh, device)
@@ -68,7 +72,7 @@ def train(cfg: Config, stop: StopRequest) -> int:
     optimizer = optim.build(module, cfg.optim)
     scaler = precision.LossScaler(enabled=cfg.run.precision == "fp16")
     watch = Watch(cfg.watch.spike_factor, cfg.watch.window, cfg.watch.max_skipped)
-    origin = start.restore(cfg, found, module, optimizer, watch, scaler)
+    origin = start.restore(cfg, found, weights, module, optimizer, watch, scaler)
     peak = peak_flops(device, cfg.run.precision, cfg.log.peak_flops)
     rundir.describe(run_dir, cfg, device, train_data.fingerprint, train_data.tokenizer)
     metrics = Metrics(run_dir, rank == 0, cfg.log.every, plan.steps, cfg.log.tensorboard, resumed=state.step)
@@ -87,7 +91,7 @@ def train(cfg: Config, stop: StopRequest) -> int:
     def validate() -> bool:
         """Every rank takes part. Returns whether the loss is the best so far."""
         assert val_data is not None
-        limit = None if cfg.eval.batches is None else cfg.eval.batches * plan.global_batch
+        limit = cfg.eval.batches * plan.global_batch if cfg.eval.batches else None
         batches = evaluation_batches(val_data, cfg.model.context_length, cfg.train.micro_batch, rank, ranks, limit)
         val_loss, _, seconds = evaluate(module, batches, device, cfg.run.precision)
         improved = state.judge(val_loss, cfg.eval.min_improvement)
@@ -219,7 +223,7 @@ def main() -> int:
     """`train`, with every way to end told: on stderr, in status.json, by the exit code."""
     cfg, stop = COMMAND
     try:
-        return train(cfg, stop)
+        return command_line.for_launcher(train(cfg, stop))
     except UserError as error:
         command_line.tell(error)
         rundir.record_failure(cfg, error, EXIT_USER_ERROR)

@@ -44,8 +44,11 @@ supervise() {
   trap 'signalled=1; '"$on_signal"' TERM' TERM
   trap 'signalled=1; '"$on_signal"' INT' INT
   trap 'signalled=1; '"$on_signal"' HUP' HUP
+  # Killed by force, this script hears nothing and can tell nobody: the kernel does.
+  local with=()
+  if setpriv --pdeathsig TERM true 2>/dev/null; then with=(setpriv --pdeathsig TERM); fi
   set -m # a background job gets its own process group, and does not ignore Ctrl-C
-  "$@" <&0 &
+  "${with[@]}" "$@" <&0 &
   child=$!
   set +m
   # A signal ends `wait` early, and then its code is not CMD's: hence the loop.

@@ -8,7 +8,7 @@ set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 . launch/common.sh
 
-run=runs/austen_tiny
+config=configs/austen_tiny.toml
 shards=data/demo/austen
 tokenizer=data/demo/tokenizer.json
 
@@ -41,8 +41,10 @@ precision=()
 if [[ ! -e /dev/nvidiactl && ! -e /dev/kfd ]] && ! grep -qE 'amx_bf16|avx512_bf16' /proc/cpuinfo 2>/dev/null; then
   precision=(run.precision=fp32)
 fi
-echo "== training: launch/local.sh configs/austen_tiny.toml ${precision[*]} $*"
-step launch/local.sh configs/austen_tiny.toml "${precision[@]}" "run.dir=$run" "$@"
+set -- "$config" "${precision[@]}" "$@"
+run=$("$root/.venv/bin/python" -m kamui_dist.train "$@" --print run.dir)
+echo "== training: launch/local.sh $*"
+step launch/local.sh "$@"
 
 echo
 echo "== sample"
@@ -55,8 +57,8 @@ $run/metrics.jsonl     every step: loss, learning rate, gradient norms, throughp
 $run/checkpoints/      the newest and the best checkpoints
 curves:                .venv/bin/tensorboard --logdir runs      (then open the address it prints)
 more text:             .venv/bin/kamui-dist sample $run --prompt "Mr. Darcy"
-train longer:          ./launch/local.sh configs/austen_tiny.toml train.steps=2000   (goes on from the last checkpoint)
-again from scratch:    ./launch/local.sh configs/austen_tiny.toml run.dir=runs/again
-every knob:            .venv/bin/python -m kamui_dist.train configs/austen_tiny.toml --print-config
+train longer:          ./launch/local.sh $config${precision:+ ${precision[*]}} train.steps=2000   (goes on from the last checkpoint)
+again from scratch:    ./launch/local.sh $config${precision:+ ${precision[*]}} run.dir=runs/again
+every knob:            ./launch/local.sh $config --print-config
 read next:             kamui_dist/train.py, from top to bottom: it is the whole training loop
 END

@@ -8,7 +8,7 @@
 # leaves a mark, and the next one starts from an empty .venv: a package that was copied by half looks installed to pip.
 # PYTHON=/path/to/python3.12 chooses the interpreter that .venv is made of.
 set -euo pipefail
-root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv=$root/.venv stamp=$root/.venv/kamui-installed mark=$root/.venv/kamui-installing log=$root/.venv/kamui-install.log
 
 die() {
@@ -16,7 +16,7 @@ die() {
   exit 1
 }
 
-# The folder belongs to the hash, since a venv holds absolute paths: it does not survive being moved.
+# The folder belongs to the hash, since a venv holds absolute paths and does not survive being moved.
 want=$(cat "$root/pyproject.toml" "$root/constraints.txt" - <<<"$root" | sha256sum | cut -c 1-64)
 
 # satisfied EXTRA: does the stamp (line 1: the hash, line 2: extras) vouch for it? More than was asked for is fine.
@@ -59,7 +59,8 @@ fi
 began=$SECONDS
 echo "installing kamui_dist${extras:+ [$extras]} into $venv (the first time this fetches PyTorch and can take minutes)" >&2
 
-if [[ -e $mark ]] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+# A .venv that was moved or copied here still starts the Python of where it was.
+if [[ -e $mark ]] || ! grep -qsF "$venv/bin/python" "$venv/bin/pip" || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
   python=$(find_python)
   "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     die "$python cannot make virtual environments; install its venv package (Debian, Ubuntu: apt-get install python3-venv) or set PYTHON to another Python"

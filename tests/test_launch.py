@@ -213,6 +213,16 @@ def test_ranks_that_do_not_answer_are_killed_in_the_end(project: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv (util-linux)")
+def test_nothing_lives_on_when_the_launcher_is_killed(project: Path) -> None:
+    process = start(project, "local.sh", "x.toml", NPROC="2")
+    ranks = ready(project)
+    process.kill()
+    wait_until(lambda: not any(map(alive, ranks)), 20)
+    assert (project / "run/stopped-0").exists()  # asked, not killed
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "code"), [("crash", 1), ("watch", 70)])
 def test_exit_code_of_a_failure(project: Path, how: str, code: int) -> None:
     told, out = run(project, "local.sh", "x.toml", how, NPROC="2")
@@ -245,7 +255,7 @@ PYTHON = """#!/bin/bash
 here=$(dirname "$0"); log=ROOT/log
 case "$*" in
   *-m\\ venv*) echo venv >>$log; rm -rf ROOT/.venv; mkdir -p ROOT/.venv/bin; cp "$0" ROOT/.venv/bin/python ;;
-  *-m\\ ensurepip*) touch $here/pip ;;
+  *-m\\ ensurepip*) echo "$here/python" >$here/pip ;;
   *-m\\ pip\\ --version) test -e $here/pip ;;
   *-m\\ pip\\ install*) echo "pip ${@: -1}" >>$log
     if [ -e ROOT/die ]; then kill -9 $PPID; fi
@@ -303,6 +313,11 @@ def test_install_is_done_once_and_redone_when_it_has_to_be(tmp_path: Path) -> No
     (tmp_path / "fail").unlink()
     assert install()[0] == 0
     assert install() == (0, [], "")
+
+    pip = tmp_path / ".venv/bin/pip"  # names the folder that it was made in
+    pip.write_text(pip.read_text().replace(str(tmp_path), "/elsewhere"))
+    (tmp_path / "constraints.txt").write_text("3")
+    assert install()[:2] == (0, ["venv", "pip ."])
 
 
 @pytest.mark.slow

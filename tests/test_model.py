@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kamui_dist import config, distributed
-from kamui_dist.model import GPT, flops_per_token, init_weights, parameter_counts, parameter_generator
+from kamui_dist.model import GPT, Norm, flops_per_token, init_weights, parameter_counts, parameter_generator
 from tests.ranks import run_ranks
 
 VOCAB, CONTEXT = 65, 16  # an odd vocabulary, padded to 128
@@ -352,8 +352,9 @@ def test_dropout_is_on_in_training_only() -> None:
 def test_bf16_by_autocast_and_by_weights_on_every_option() -> None:
     inputs, targets = tokens()
     for options in grid(
-        norm=["layernorm", "rmsnorm"], position=["learned", "rope"], qk_norm=[False, True], n_kv_heads=[4, 2]
-    ):
+        norm=["layernorm", "rmsnorm"], position=["learned", "rope"], qk_norm=[False, True], n_kv_heads=[4, 2],
+        checkpointing=["none", "selective"],
+    ):  # fmt: skip
         expected = build(**options)(inputs, targets).item()
         for weights, autocast in ((torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True)):
             model = build(**options).to(weights)
@@ -364,6 +365,16 @@ def test_bf16_by_autocast_and_by_weights_on_every_option() -> None:
             assert loss.dtype == torch.float32
             assert loss.item() == pytest.approx(expected, rel=2e-3), options
             assert all(grad.isfinite().all() and grad.dtype == weights for grad in gradients(model).values())
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_norm_takes_input_and_weights_of_different_types(kind: Any) -> None:
+    x = torch.randn(2, 8)
+    for weights, inputs in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+        norm = Norm(config.Model(norm=kind), 8).to(weights)
+        y = norm(x.to(inputs))
+        assert y.dtype == weights
+        torch.testing.assert_close(y.float(), Norm(config.Model(norm=kind), 8)(x), atol=0.02, rtol=0.02)
 
 
 def sharded_steps() -> list[float]:
@@ -378,7 +389,9 @@ def sharded_steps() -> list[float]:
     ):
         for bf16, autocast in ((False, False), (True, False), (True, True)):
             plain, model = build(**options), build(**options)
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
+            policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32, cast_forward_inputs=autocast
+            )  # with and without a table of rotations rounded to bf16
             for block in model.blocks:
                 fully_shard(block, mesh=mesh, mp_policy=policy)
             fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -181,7 +181,7 @@ class _Part:
     """One split in the making."""
 
     def __init__(self, directory: Path, tokenizer: Tokenizer, shard_tokens: int) -> None:
-        from kamui_dist.shards import ShardWriter
+        from kamui_dist.shard_writer import ShardWriter
 
         directory.mkdir()
         self.writer = ShardWriter(directory, tokenizer.vocab_size, shard_tokens)
