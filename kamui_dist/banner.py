@@ -10,9 +10,10 @@ from torch import nn
 
 from kamui_dist import __version__, config, model, parallel
 from kamui_dist.config import Config
-from kamui_dist.data import TokenDataset
+from kamui_dist.mixture import TrainingData
 from kamui_dist.plan import Plan
 from kamui_dist.state import State
+from kamui_dist.stream import TokenStream
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ def count(module: nn.Module, cfg: Config) -> Counts:
 
 
 def text(
-    cfg: Config, plan: Plan, counts: Counts, train: TokenDataset, val: TokenDataset | None, device: torch.device,
-    origin: str, run_dir: Path,
+    cfg: Config, plan: Plan, counts: Counts, train: TrainingData, val: dict[str, TokenStream], source_losses: bool,
+    device: torch.device, origin: str, run_dir: Path,
 ) -> str:  # fmt: skip
     """One line a fact, all derived numbers with what they were derived from."""
     where = (
@@ -45,13 +46,12 @@ def text(
         rate += f", {cfg.schedule.decay_shape} decay over the last {plan.decay_steps} steps"
     if kind == "constant":
         rate = f"constant, {cfg.optim.lr:g}, warmup {plan.warmup_steps} steps"
-    unused = train.tokens - plan.windows * cfg.model.context_length - 1 if plan.windows else 0
     facts = [
         ("model", f"{counts.parameters:,} parameters ({counts.without_embeddings:,} without embeddings), "
                   f"{cfg.model.vocab_size:,} token ids, {counts.flops_per_token:.3g} FLOPs a token"),
-        ("data", f"{train.path}: {train.tokens:,} tokens, {plan.windows:,} windows of {cfg.model.context_length}"
-                 + (f" ({unused} tokens at the end unused)" if unused else "")),
-        ("validation", "none" if val is None else f"{val.path}: {val.tokens:,} tokens"),
+        ("data", _data(cfg, plan, train, source_losses)),
+        ("validation", "\n".join(f"{name + ': ' if len(val) > 1 else ''}{s.path}: {s.tokens:,} tokens" for name, s in val.items())
+                       or "none"),
         ("strategy", f"{plan.strategy} on {plan.world_size} process(es), {where}, {cfg.run.precision}"),
         ("sends", parallel.communication(cfg, plan, counts.parameters)),
         ("batch", f"{cfg.train.micro_batch} sequences x {ranks} rank(s) x {plan.grad_accum_steps} micro-batch(es) = "
@@ -71,6 +71,35 @@ def text(
     return "\n".join(lines)
 
 
+def _data(cfg: Config, plan: Plan, train: TrainingData, source_losses: bool) -> str:
+    """Of each source what there is, and what the whole run will see of it."""
+    T = cfg.model.context_length
+    lines = []
+    if not train.mixed:
+        [stream], [windows] = train.streams, train.windows_of
+        unused = stream.tokens - windows * T - 1
+        tail = f" ({unused} tokens at the end unused)" if unused else ""
+        lines.append(f"{stream.path} ({stream.format}): {stream.tokens:,} tokens, {windows:,} windows of {T}{tail}")
+    else:
+        samples = plan.total_samples or plan.steps * plan.global_batch
+        seen = train.seen(samples)
+        for name, stream, windows, share in zip(
+            train.names, train.streams, train.windows_of, train.turns.shares, strict=True
+        ):
+            lines.append(
+                f"{name}: {share:.2%} of the tokens; {windows:,} windows of {T} in {stream.path} ({stream.format}); the run sees"
+                f" {seen[name] * T:,} tokens = {seen[name] / windows:.2f} epochs of it"
+            )
+        if not source_losses:
+            lines.append("no loss by source: the model's forward has no argument per_sequence")
+    if cfg.data.document_mask:
+        lines.append("attention within documents; positions restart in each; no target across a border")
+    masked = [name for name, s in zip(train.names, train.streams, strict=True) if s.has_mask]
+    if masked:
+        lines.append(f"targets chosen by a mask: {', '.join(masked) if train.mixed else 'yes'}")
+    return "\n".join(lines)
+
+
 def config_text(cfg: Config) -> str:
     """For TensorBoard, which reads Markdown."""
     return "    " + config.to_toml(cfg).replace("\n", "\n    ")
@@ -80,6 +109,8 @@ def farewell(outcome: str, reason: str, state: State, run_dir: Path) -> str:
     best = (
         "" if state.best_step is None else f"; best validation loss {state.best_val_loss:.4f} at step {state.best_step}"
     )
+    if outcome == "stopped" and not state.step:
+        return f"stopped before the first step ({reason}), nothing is lost; run the same command again"
     if outcome == "stopped":
         return f"stopped at step {state.step} ({reason}), checkpoint written; run the same command again to go on{best}"
     if outcome == "failed":

@@ -33,12 +33,14 @@ from kamui_dist.manifest import (
     verify,
     write_atomically,
 )
+from kamui_dist.retention import best_step, prune
 from kamui_dist.storage import SafetensorsReader, SafetensorsWriter, load_tensors, save_tensors
 from kamui_dist.tensors import model_tensors, prepare_optimizer, training_tensors
 
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "best_step",
     "load",
     "load_training",
     "load_weights",
@@ -66,7 +68,7 @@ class _PublishingWriter(SafetensorsWriter):
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
         remove(self.path)
-        self.path.mkdir(parents=True)
+        self.path.mkdir(parents=True, mode=0o755)
         return super().prepare_global_plan(plans)
 
     def finish(self, metadata: Any, results: Any) -> None:
@@ -80,19 +82,27 @@ class _PublishingWriter(SafetensorsWriter):
         remove(replaced)
 
 
-def save(directory: Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> Checkpoint:
+def save(
+    directory: Path,
+    step: int,
+    tensors: dict[str, Tensor],
+    state: dict[str, Any],
+    copies: dict[str, Tensor] | None = None,
+) -> Checkpoint:
     """Collective. Saves `tensors` (plain or DTensor, the same names on all ranks) and `state` as directory/step-<step>.
 
-    state: JSON values with text keys. A published directory of the same step is replaced.
-    Raises CheckpointError on every rank, naming the rank and the cause, if any rank fails; then nothing is published.
+    state: JSON values with text keys. copies: see storage.save_tensors; with them this may run in a thread, one at a
+    time. A published directory of the same step is replaced.
+    Raises CheckpointError on every rank, naming the rank and the cause, if any rank fails; then nothing is published,
+    and what was published stays. Its `errnos` tells whether the storage alone is to blame.
     """
     writer = _PublishingWriter(directory / f"step-{step:08d}", {"step": step, "state": state})
     try:
-        return Checkpoint(writer.final, step, save_tensors(tensors, writer))
+        return Checkpoint(writer.final, step, save_tensors(tensors, writer, copies))
     except CheckpointError as error:
         if distributed.is_main():
             shutil.rmtree(writer.path, ignore_errors=True)  # every rank has stopped writing
-        raise CheckpointError(f"the checkpoint of step {step} was not saved: {error}") from error
+        raise CheckpointError(f"the checkpoint of step {step} was not saved: {error}", error.errnos) from error
 
 
 def newest(directory: Path) -> Checkpoint | None:
@@ -211,28 +221,6 @@ def _mismatch(checkpoint: Checkpoint, tensors: dict[str, Tensor], ignore: tuple[
         return None
     more = [f"... and {len(faults) - 10} more"] if len(faults) > 10 else []
     return UserError("\n".join([f"{checkpoint.path} does not fit the model or optimizer:", *faults[:10], *more]))
-
-
-def prune(directory: Path, keep: int, keep_every: int, protect: set[int]) -> list[int]:
-    """Deletes old checkpoints on rank 0 and returns their steps (none on other ranks). Not collective.
-
-    Kept: the newest `keep` (0: all), multiples of `keep_every` (0: none), and `protect`. A failure is only warned of.
-    """
-    if not distributed.is_main() or keep == 0:
-        return []
-    removed = []
-    for step, path in step_directories(directory)[:-keep]:
-        if step in protect or (keep_every and step % keep_every == 0):
-            continue
-        doomed = path.with_name(f".tmp-pruned-{path.name}")  # never half of one under a published name
-        try:
-            remove(doomed)
-            path.rename(doomed)
-            removed.append(step)
-            remove(doomed)
-        except OSError as error:
-            print(f"warning: old checkpoint {path} was not removed: {error}", file=sys.stderr, flush=True)
-    return removed
 
 
 def write_json(path: Path, obj: Any) -> None:

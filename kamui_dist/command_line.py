@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from kamui_dist import config, schedule, signals
+from kamui_dist import config, job, lock, schedule, signals
 from kamui_dist.config import Config
 from kamui_dist.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from kamui_dist.plan import Plan, make_plan
@@ -19,35 +19,43 @@ def begin(argv: list[str]) -> tuple[Config, signals.StopRequest]:
     stop = signals.StopRequest().install()
     options = _parser().parse_intermixed_args(argv)  # options may stand before, between and after the overrides
     try:
-        cfg, notes = config.load(Path(options.config), options.overrides)
+        strict = ["run.resume_strict=true"] if options.resume_strict else []
+        cfg, notes = config.load(Path(options.config), [*options.overrides, *strict])
         dry = bool(options.print_config or options.print_schedule or options.print)
         world_size = options.world_size or _world_size(cfg, dry)
         windows = _windows(cfg) if options.check or (options.print_schedule and cfg.train.epochs) else None
         plan = make_plan(cfg, world_size, windows)
+        if options.check:
+            lock.refuse_if_held(Path(cfg.run.dir or "").absolute())
         if _answer(options, cfg, plan):
             sys.stdout.flush()
             sys.exit(EXIT_FINISHED)
-    except BrokenPipeError:  # the reader (head, less) has gone; Python would complain again when it flushes stdout at exit
+    except BrokenPipeError:
+        # The reader (head, less) has gone. Python would complain again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except UserError as error:
-        tell(error, alike=True)
+        error.alike = True
+        tell(error)
         sys.exit(EXIT_USER_ERROR)
     if os.environ.get("RANK", "0") == "0":
         for note in notes:
             print(f"note: {note}")
     stop.limit_seconds = None if cfg.run.max_minutes is None else 60 * cfg.run.max_minutes
+    stop.end_time = (
+        job.end_time() if os.environ.get("RANK", "0") == "0" else None
+    )  # one asks the scheduler, all stop with it
     return cfg, stop
 
 
-def tell(error: UserError, alike: bool = False) -> None:
-    """One line a fault on stderr. What all ranks agreed on, rank 0 tells; what all ranks of a node found alike (`alike`), the
+def tell(error: UserError) -> None:
+    """One line a fault on stderr. What all ranks agreed on, rank 0 tells; what all ranks of a node found alike, the
     first of them; anything else, the rank that has it."""
     rank = os.environ.get("RANK", "0")
-    if getattr(error, "agreed", False):
+    if error.agreed:
         speaks = rank == "0"
     else:
-        speaks = not alike or os.environ.get("LOCAL_RANK", "0") == "0"
+        speaks = not error.alike or os.environ.get("LOCAL_RANK", "0") == "0"
     if speaks:
         for line in str(error).splitlines():
             print(f"error: {line}" if rank == "0" else f"error: rank {rank}: {line}", file=sys.stderr, flush=True)
@@ -65,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Trains a language model. Start it with torchrun for several processes; alone it is one process without a "
         "process group. The same command again resumes the run.",
         epilog="Exit codes: 0 finished, 2 config or data wrong, 75 stopped on request (run it again to go on), 70 stopped by "
-        "the watch.",
+        "the watch, 76 a rank hung (run it again).",
     )
     parser.add_argument("config", metavar="CONFIG", help="a TOML file, for example configs/austen_tiny.toml")
     parser.add_argument(
@@ -78,6 +86,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--print", metavar="KEY", help="print the value of one key, for example run.dir")
     parser.add_argument(
         "--check", action="store_true", help="check config and data for --world-size processes, then stop"
+    )
+    parser.add_argument(
+        "--resume-strict",
+        action="store_true",
+        help="go on from a checkpoint only if nothing has changed that would change the trajectory (run.resume_strict)",
     )
     parser.add_argument(
         "--world-size", type=_count, metavar="N", help="processes to plan for (default: those that are there)"
@@ -108,9 +121,9 @@ def _world_size(cfg: Config, dry: bool) -> int:
 
 
 def _windows(cfg: Config) -> int:
-    from kamui_dist.start import open_datasets  # imports torch
+    from kamui_dist.sources import open_datasets  # imports torch
 
-    return open_datasets(cfg)[0].windows(cfg.model.context_length)
+    return open_datasets(cfg)[0].windows
 
 
 def _answer(options: argparse.Namespace, cfg: Config, plan: Plan) -> bool:
@@ -136,7 +149,7 @@ def _answer(options: argparse.Namespace, cfg: Config, plan: Plan) -> bool:
         section, _, name = options.print.partition(".")
         if options.print not in config.KEYS:
             raise UserError(f"there is no key {options.print}")
-        print(getattr(getattr(cfg, section), name))
+        print(cfg.model_dump()[section][name])
     if options.check and not options.print:
         print(f"ok: {plan.strategy}, {plan.steps} steps of {plan.tokens_per_step:,} tokens")
     return bool(options.print_config or options.print_schedule or options.print or options.check)

@@ -5,7 +5,7 @@
 Order: defaults < file < overrides. All faults are reported together, one line each. A value on the command line is in TOML
 syntax; a bare word is a string, and `none` takes an optional key back to unset. Relative paths are relative to the working
 directory. Where only one of several keys may be set (train.steps, train.tokens, train.epochs; train.global_batch,
-train.grad_accum_steps), one on the command line replaces another one in the file.
+train.grad_accum_steps; data.path, data.sources), one on the command line replaces another one in the file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ ALIASES = {
     "train.grad_accum_steps", "warmup_steps": "schedule.warmup", "save_every": "checkpoint.every", "seed": "run.seed",
 }  # fmt: skip
 UNSET = ("none", "null")  # as the value on the command line
-EITHER_OR = [("train.steps", "train.tokens", "train.epochs"), ("train.global_batch", "train.grad_accum_steps")]
+EITHER_OR = [
+    ("train.steps", "train.tokens", "train.epochs"),
+    ("train.global_batch", "train.grad_accum_steps"),
+    ("data.path", "data.sources"),
+]
 
 
 def _number(value: Any) -> Any:
@@ -68,7 +72,15 @@ class Run(Section):
     )
     deterministic: bool = knob(False, "deterministic kernels only (slower)")
     max_minutes: Float | None = knob(None, "stop in time with a checkpoint after this many minutes", gt=0)
-    timeout_minutes: Float = knob(10.0, "a collective that takes longer than this ends the run", gt=0)
+    timeout_minutes: Float = knob(
+        10.0,
+        "start-up, the first step, a validation or a checkpoint in which nothing moves for so long ends the run",
+        gt=0,
+    )
+    hang_minutes: Float = knob(5.0, "any other step in which a rank does not move for so long ends the run", gt=0)
+    resume_strict: bool = knob(
+        False, "refuse to resume if a change would change the trajectory (--resume-strict sets it)"
+    )
     debug: bool = knob(False, "anomaly detection in backward, pdb on an error (launch/debug.sh sets it)")
 
 
@@ -97,6 +109,7 @@ class Model(Section):
         "none", "recompute activations in backward; selective keeps matrix products and attention, full keeps nothing"
     )
     compile: bool = knob(False, "torch.compile for each block")
+    flex_attention: bool = knob(True, "data.document_mask on CUDA: by FlexAttention; false: by a T x T boolean mask")
     factory: str | None = knob(
         None, '"package.module:function": your own model; called with this section, returns an nn.Module with '
         "forward(inputs (B, T), targets (B, T)) -> cross-entropy summed over targets != -100"
@@ -113,9 +126,51 @@ class Model(Section):
         return self.d_ff or default
 
 
+class Source(Section):
+    """One of several sources in [[data.sources]]."""
+
+    path: str = knob(..., "as data.path", min_length=1)
+    weight: Float = knob(1.0, "share of the windows, relative to the weights of the others", gt=0)
+    name: str | None = knob(
+        None, "in metrics and messages; unset: the last part of the path that says something", pattern=r"^[\w.-]+$"
+    )
+    dtype: Literal["uint16", "uint32"] | None = knob(None, "as data.dtype")
+    separator: Int | None = knob(None, "as data.separator", ge=0)
+
+    @property
+    def label(self) -> str:
+        return self.name or label(self.path)
+
+
+class EvalSet(Section):
+    """One of several validation sets in [[eval.sets]]."""
+
+    name: str = knob(..., "in metrics and messages", pattern=r"^[\w.-]+$")
+    path: str = knob(..., "as data.val_path", min_length=1)
+    dtype: Literal["uint16", "uint32"] | None = knob(None, "as data.dtype")
+    separator: Int | None = knob(None, "as data.separator", ge=0)
+
+
+def label(path: str) -> str:
+    """A name for a source by its path: data/austen/train -> austen, /x/owt_train.bin -> owt_train."""
+    named = [part for part in Path(path).parts if part.strip("/.") and not re.search(r"[*?\[]", part)]
+    parts = [re.sub(r"[^\w.-]+", "_", part) for part in named] or ["data"]
+    parts[-1] = re.sub(r"\.(bin|npy|idx|json)$", "", parts[-1])
+    return next((part for part in reversed(parts) if part not in ("train", "val", "dataset")), parts[-1])
+
+
 class Data(Section):
-    path: str | None = knob(None, "directory of token shards for training, as `kamui-dist prepare` writes it")
-    val_path: str | None = knob(None, "directory of token shards for validation; unset: no validation")
+    path: str | None = knob(
+        None, "what to train on: token shards as `kamui-dist prepare` writes them, or nanoGPT, llm.c, Megatron or .npy "
+        "files (a file, a directory, a glob)"
+    )  # fmt: skip
+    sources: list[Source] = knob([], "instead of path: several, each {path, weight, name, dtype, separator}")
+    val_path: str | None = knob(None, "what to validate with, as data.path; unset: no validation, but for eval.sets")
+    dtype: Literal["uint16", "uint32"] | None = knob(None, "type of path's files if they have no header; unset: uint16")
+    separator: Int | None = knob(None, "token id that ends a document in path and val_path, if they do not say", ge=0)
+    document_mask: bool = knob(
+        False, "attend within a document only, restart positions at its start, and predict nothing across its end"
+    )
     allow_change: bool = knob(False, "let a resumed run go on with data other than its checkpoint saw")
 
 
@@ -174,6 +229,7 @@ class Train(Section):
 
 class Eval(Section):
     every: Int = knob(250, "steps between validations; 0: only at the end", ge=0)
+    sets: list[EvalSet] = knob([], "further validation sets, each {name, path}; the first set decides what is best")
     batches: Int = knob(20, "size of the validation set in global batches; 0: all of it", ge=0)
     patience: Int = knob(0, "stop after this many validations without improvement; 0: never", ge=0)
     min_improvement: Float = knob(0.0, "a validation loss counts as better if lower by more than this", ge=0)
@@ -184,6 +240,9 @@ class CheckpointSection(Section):
     keep: Int = knob(3, "newest checkpoints kept; 0: all", ge=0)
     keep_every: Int = knob(0, "steps that are a multiple of this are kept for ever; 0: none", ge=0)
     best: bool = knob(True, "write and keep a checkpoint whenever the validation loss is the best so far")
+    async_: bool = knob(
+        False, "copy the state to host memory and write it while training goes on; the last save waits", alias="async"
+    )
     init_from: str | None = knob(
         None, "weights to begin from: a run directory, one of its checkpoints, or a .safetensors file"
     )
@@ -214,8 +273,16 @@ class Config(Section):
     watch: Watch = Watch()
     log: Log = Log()
 
+    def model_dump(self, **options: Any) -> dict[str, Any]:
+        """By the names that a config file has: `async` and not `async_`, which Python forces on us."""
+        return super().model_dump(**{"by_alias": True, **options})
 
-KEYS = [f"{s}.{k}" for s, f in Config.model_fields.items() for k in typing.cast(Any, f.annotation).model_fields]
+
+KEYS = [
+    f"{section}.{field.alias or name}"
+    for section, table in Config.model_fields.items()
+    for name, field in typing.cast(Any, table.annotation).model_fields.items()
+]
 
 
 def load(path: Path, overrides: list[str]) -> tuple[Config, list[str]]:
@@ -292,11 +359,18 @@ def _parse(text: str) -> Any:
 
 
 def _explain(error: Any, origin: dict[str, str]) -> str:
-    key = ".".join(str(part) for part in error["loc"][:2])
+    key = top = ".".join(str(part) for part in error["loc"][:2])
+    if len(error["loc"]) > 3 and isinstance(error["loc"][2], int):  # in a list of tables
+        key = f"{top}[{error['loc'][2]}].{error['loc'][3]}"
     if error["type"] == "extra_forbidden":
+        if key != top:
+            tables: dict[str, type[Section]] = {"data.sources": Source, "eval.sets": EvalSet}
+            return f"unknown key {key}; there are {', '.join(tables[top].model_fields)} ({origin.get(top, 'config')})"
         return f"{_suggest(key)} ({origin.get(key, 'config')})"
+    if error["type"] == "missing":
+        return f"{key} is missing ({origin.get(top, 'config')})"
     message = re.sub(r"^(Value error, |Input )", "", error["msg"])
-    return f"{key} = {error['input']!r} ({origin.get(key, 'default')}): {message}"
+    return f"{key} = {error['input']!r} ({origin.get(top, 'default')}): {message}"
 
 
 def _suggest(key: str) -> str:
@@ -325,7 +399,8 @@ def to_toml(cfg: Config, meanings: bool = False) -> str:
             value = getattr(table, name)
             if meanings:
                 lines.append(f"# {field.description}{_bounds(field)}")
-            lines.append(f"{name} = {_toml(value)}" if value is not None else f"# {name} is unset")
+            key = field.alias or name
+            lines.append(f"{key} = {_toml(value)}" if value is not None else f"# {key} is unset")
         lines.append("")
     return "\n".join(lines)
 
@@ -340,6 +415,8 @@ def _bounds(field: Any) -> str:
 
 
 def _toml(value: Any) -> str:
+    if isinstance(value, Section):
+        return _toml({name: given for name, given in value if given is not None})
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{_toml(k)} = {_toml(v)}" for k, v in value.items()) + " }"
     if isinstance(value, list):

@@ -1,11 +1,4 @@
-"""What each rank trains and evaluates on: pure functions of (seed, samples seen), and a thread that reads ahead.
-
-A training run is an endless stream of windows: position k is a window of epoch k // n in that epoch's own order
-(`shuffle.py`). A step with a global batch of G takes the next G positions after the samples seen so far. Nothing else
-enters: not the world size, not the micro-batch, not the accumulation. G may be larger than the data set (a step then
-spans epochs) and need not divide it. Where the run's length is a number of epochs, positions past its last sample are
-padding, whose targets are all -100, so N epochs see each window exactly N times.
-"""
+"""Reads ahead what each rank trains on (`batches.py` says what that is) and moves it to the device."""
 
 from __future__ import annotations
 
@@ -13,64 +6,21 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import numpy as np
 import torch
 
-from kamui_dist import shuffle
+from kamui_dist import batches
+from kamui_dist.batches import IGNORE, Batch, evaluation_batches, global_batch, rank_positions, read_batch
+from kamui_dist.mixture import TrainingData
 from kamui_dist.shards import TokenDataset
+from kamui_dist.stream import TokenStream
 
 __all__ = ["IGNORE", "Loader", "TokenDataset", "evaluation_batches", "global_batch", "rank_positions", "read_batch"]
 
-IGNORE = -100  # the target that does not count
 DEPTH = 2  # steps that are read ahead
 
-
-def rank_positions(first_sample: int, micro_batch: int, grad_accum_steps: int, rank: int, ranks: int) -> np.ndarray:
-    """The stream positions of this rank's micro-batches in one step: int64 (A, B).
-
-    A = grad_accum_steps, B = micro_batch, R = ranks. Micro-batch m of rank r takes first_sample + m*R*B + r*B and the
-    next B - 1, so ranks and micro-batches together take each of the R*A*B positions of the step once. `rank` and
-    `ranks` count data-parallel ranks.
-    """
-    micro_steps = np.arange(grad_accum_steps, dtype=np.int64)[:, None]  # (A, 1)
-    rows = np.arange(micro_batch, dtype=np.int64)[None, :]  # (1, B)
-    return first_sample + micro_steps * (ranks * micro_batch) + rank * micro_batch + rows
-
-
-def global_batch(
-    dataset: TokenDataset, samples_seen: int, global_batch: int, context_length: int, seed: int
-) -> np.ndarray:
-    """The window ids of a whole step, in stream order: int64 (global_batch,), for inspection and tests."""
-    return shuffle.sample_windows(samples_seen, global_batch, dataset.windows(context_length), seed)
-
-
-def read_batch(
-    dataset: TokenDataset,
-    window_ids: np.ndarray,
-    valid: np.ndarray,
-    context_length: int,
-    vocab_size: int | None,
-    pin: bool,
-) -> torch.Tensor:
-    """Inputs and targets of some micro-batches in one block: int64 (A, 2, B, T), on the CPU, pinned if `pin`.
-
-    window_ids: int64 (A, B). valid: bool (A, B); rows that are not valid are padding: inputs 0, targets all -100, not
-    read. block[m, 0] are the inputs of micro-batch m, block[m, 1] its targets: contiguous, and one copy moves all of
-    it.
-    """
-    accum, micro_batch = window_ids.shape
-    block = torch.empty((accum, 2, micro_batch, context_length), dtype=torch.int64, pin_memory=pin)
-    rows = dataset.read_raw(window_ids[valid], context_length, vocab_size)  # (valid rows, T + 1)
-    inputs, targets = block.numpy()[:, 0], block.numpy()[:, 1]  # (A, B, T) views
-    if valid.all():
-        inputs[:] = rows[:, :-1].reshape(inputs.shape)
-        targets[:] = rows[:, 1:].reshape(targets.shape)
-    else:
-        inputs[:], targets[:] = 0, IGNORE
-        inputs[valid], targets[valid] = rows[:, :-1], rows[:, 1:]
-    return block
+Sent = tuple[list[torch.Tensor], torch.cuda.Event | None]
 
 
 class _Copier:
@@ -83,27 +33,28 @@ class _Copier:
         self.cuda = device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if self.cuda else None
 
-    def send(self, block: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    def send(self, tensors: list[torch.Tensor]) -> Sent:
         """In the reading thread: starts the copy. The event says when it is done."""
         if self.stream is None:
-            return block.to(self.device), None  # itself on the CPU
+            return [tensor.to(self.device) for tensor in tensors], None  # themselves on the CPU
         with torch.cuda.stream(self.stream):
-            # The pinned block may be dropped at once: torch's host allocator reuses it only after this copy.
-            on_device = block.to(self.device, non_blocking=True)
+            # Pinned memory may be dropped at once: torch's host allocator reuses it only after this copy.
+            on_device = [tensor.to(self.device, non_blocking=True) for tensor in tensors]
             event = torch.cuda.Event()
             event.record(self.stream)
         return on_device, event
 
-    def receive(self, on_device: torch.Tensor, event: torch.cuda.Event | None) -> torch.Tensor:
+    def receive(self, on_device: list[torch.Tensor], event: torch.cuda.Event | None) -> list[torch.Tensor]:
         """In the training thread: whatever is queued on its stream from now on runs after the copy. Does not block the
         host.
         """
         if event is not None:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(event)
-            # The memory belongs to the copy stream's pool; without this it could be reused while compute still reads
-            # it.
-            on_device.record_stream(current)
+            for tensor in on_device:
+                # The memory belongs to the copy stream's pool; without this it could be reused while compute still
+                # reads it.
+                tensor.record_stream(current)
         return on_device
 
 
@@ -114,7 +65,7 @@ class _Shared:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.ready: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
+        self.ready: deque[Sent] = deque()
         self.error: BaseException | None = None
         self.closed = False
 
@@ -122,17 +73,22 @@ class _Shared:
 class Loader:
     """This rank's micro-batches, step after step from `first_sample` on, read ahead by a daemon thread. Endless.
 
-    dataset: the token stream. context_length: T. micro_batch: B. grad_accum_steps: A. rank, ranks: among the
-    data-parallel ranks; the global batch is A * B * ranks samples. seed: of the order. first_sample: samples seen
+    data: the sources, or one token stream. context_length: T. micro_batch: B. grad_accum_steps: A. rank, ranks: among
+    the data-parallel ranks; the global batch is A * B * ranks samples. seed: of the order. first_sample: samples seen
     before. device: where the batches go. limit: the run's total samples if it is a number of epochs, else None; later
     positions are padding. vocab_size: the model's number of ids, if it may be smaller than the data set's.
+    document_mask: also say where in its window each token's document begins, and ignore targets across a border.
 
-    Use as a context manager, or call `close`. Raises UserError if the data set has no whole window.
+    After `next`, `sources` says of which source each row of that step is: int64 (A, B) on the device; None if there is
+    only one source. `data_seconds` is how long that `next` waited for the thread.
+
+    Use as a context manager, or call `close`. Raises UserError if a source has no whole window, or if documents are
+    asked for and it does not say where they end.
     """
 
     def __init__(
         self,
-        dataset: TokenDataset,
+        data: TrainingData | TokenStream,
         *,
         context_length: int,
         micro_batch: int,
@@ -144,23 +100,34 @@ class Loader:
         device: torch.device,
         limit: int | None = None,
         vocab_size: int | None = None,
+        document_mask: bool = False,
     ) -> None:
-        windows = dataset.windows(context_length)
+        whole = data if isinstance(data, TrainingData) else TrainingData([data], ["data"], [1.0], context_length)
+        for stream in whole.streams if document_mask else []:
+            stream.check_documents()
         pin = device.type == "cuda"
+        order = batches.steps(
+            whole, micro_batch=micro_batch, grad_accum_steps=grad_accum_steps, rank=rank, ranks=ranks, seed=seed,
+            first_sample=first_sample, limit=limit,
+        )  # fmt: skip
 
-        def read_step(sample: int) -> torch.Tensor:
-            positions = rank_positions(sample, micro_batch, grad_accum_steps, rank, ranks)  # (A, B)
-            valid = np.full(positions.shape, True) if limit is None else positions < limit
-            return read_batch(
-                dataset, shuffle.windows_at(positions, windows, seed), valid, context_length, vocab_size, pin
-            )
+        def read_step() -> list[torch.Tensor]:
+            sources, windows, valid = next(order)  # (A, B) each
+            block = read_batch(
+                whole.streams, sources, windows, valid, context_length, vocab_size, pin, document_mask
+            )  # (A, 2 or 3, B, T)
+            if not whole.mixed:
+                return [block]
+            labels = torch.from_numpy(sources.copy())  # (A, B)
+            return [block, labels.pin_memory() if pin else labels]
 
-        self.data_seconds = 0.0  # how long the last `next` waited for the thread
+        self.sources: torch.Tensor | None = None
+        self.data_seconds = 0.0
         self._copier = _Copier(device)
         self._shared = _Shared()
         thread = threading.Thread(
             target=_read_ahead,
-            args=(self._shared, read_step, self._copier, first_sample, grad_accum_steps * micro_batch * ranks),
+            args=(self._shared, read_step, self._copier),
             name="kamui-data",
             daemon=True,
         )
@@ -169,8 +136,9 @@ class Loader:
         self._stop = weakref.finalize(self, _stop_thread, self._shared, thread)
         thread.start()
 
-    def next(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The next step's A micro-batches: (inputs, targets), each int64 (B, T) on the device.
+    def next(self) -> list[Batch]:
+        """The next step's A micro-batches: (inputs, targets), each int64 (B, T) on the device; with document_mask
+        (inputs, targets, documents).
 
         Raises what the thread raised, each time: UserError for a file that is short or holds an id beyond the
         vocabulary.
@@ -187,8 +155,9 @@ class Loader:
                 raise shared.error
             on_device, event = shared.ready.popleft()
             shared.changed.notify_all()
-        block = self._copier.receive(on_device, event)  # (A, 2, B, T)
-        return [(micro[0], micro[1]) for micro in block]
+        block, *labels = self._copier.receive(on_device, event)  # (A, 2 or 3, B, T)
+        self.sources = labels[0] if labels else None
+        return [tuple(micro) for micro in block]
 
     def close(self) -> None:
         """Ends the thread and drops what it has read. May be called again."""
@@ -201,9 +170,7 @@ class Loader:
         self.close()
 
 
-def _read_ahead(
-    shared: _Shared, read_step: Callable[[int], torch.Tensor], copier: _Copier, sample: int, samples_per_step: int
-) -> None:
+def _read_ahead(shared: _Shared, read_step: Callable[[], list[torch.Tensor]], copier: _Copier) -> None:
     try:
         if copier.cuda:
             torch.cuda.set_device(copier.device)  # the current device is each thread's own
@@ -212,8 +179,7 @@ def _read_ahead(
                 shared.changed.wait_for(lambda: shared.closed or len(shared.ready) < DEPTH)
                 if shared.closed:
                     return
-            batch = copier.send(read_step(sample))
-            sample += samples_per_step
+            batch = copier.send(read_step())
             with shared.changed:
                 shared.ready.append(batch)
                 shared.changed.notify_all()
@@ -231,31 +197,3 @@ def _stop_thread(shared: _Shared, thread: threading.Thread) -> None:
     if thread is not threading.current_thread():
         thread.join(timeout=5)  # it is in one read at most; a file system that hangs must not hang the exit too
     shared.ready.clear()
-
-
-def evaluation_batches(
-    dataset: TokenDataset,
-    context_length: int,
-    micro_batch: int,
-    rank: int,
-    ranks: int,
-    max_windows: int | None = None,
-    vocab_size: int | None = None,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """This rank's part of a fixed set of windows: (inputs, targets), each int64 (B, T), on the CPU.
-
-    The set is `max_windows` windows spread evenly over the data set, all of them if that is None or more than there
-    are. It does not depend on the ranks. Each window comes once on one rank; every rank yields the same number of
-    batches, rows without a window being padding with targets -100, so that no rank waits for another and no window
-    counts twice.
-
-    Raises UserError as `Loader` does.
-    """
-    windows = dataset.windows(context_length)
-    count = windows if max_windows is None else min(max_windows, windows)
-    batches = -(-count // (micro_batch * ranks))
-    for batch in range(batches):
-        positions = rank_positions(batch * micro_batch * ranks, micro_batch, 1, rank, ranks)  # (1, B)
-        ids = positions * windows // count  # distinct, since count <= windows
-        block = read_batch(dataset, ids, positions < count, context_length, vocab_size, pin=False)
-        yield block[0, 0], block[0, 1]

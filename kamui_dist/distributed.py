@@ -20,6 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from kamui_dist.errors import UserError
 
+_groups: list[dist.ProcessGroup] = []  # of the mesh
+
 
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
@@ -42,7 +44,8 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UserError(
-            f"run.device = {name!r}, but this torch ({torch.__version__}) sees no CUDA device; set run.device to cpu or auto"
+            f"run.device = {name!r}, but this torch ({torch.__version__}) sees no CUDA device; set run.device to cpu or auto",
+            alike=True,
         )
     local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local_rank >= count:
@@ -68,13 +71,38 @@ def make_mesh(device: torch.device, replicate: int, shard: int) -> DeviceMesh | 
     """A (replicate, shard) mesh over all ranks, neighbours in the same shard group; None for one process."""
     if world_size() == 1:
         return None
-    return init_device_mesh(device.type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device.type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
+    _groups[:] = mesh.get_all_groups()
+    return mesh
 
 
 def stop() -> None:
     """Leaves the process group. Only after an orderly end: after a failure the peers may never answer."""
+    global _timeout
     if dist.is_initialized():
         dist.destroy_process_group()
+    _groups.clear()
+    _timeout = None
+
+
+_timeout: float | None = None  # what set_timeout has set
+
+
+def set_timeout(minutes: float) -> None:
+    """The longest that a collective of training may wait from now on. Costs nothing while it does not change. Not for the group of
+    checkpoints, which has its own. A torch that cannot change it keeps the first one, and the watchdog ends what hangs."""
+    global _timeout
+    if minutes == _timeout or not dist.is_initialized():
+        return
+    _timeout = minutes
+    if (change := getattr(dist.distributed_c10d, "_set_pg_timeout", None)) is not None:
+        for group in [None, *_groups]:
+            change(timedelta(minutes=minutes), group)
+
+
+def agreed_max(value: float, device: torch.device) -> float:
+    """The largest of all ranks' values, on all ranks. Collective."""
+    return max(row[0] for row in gather_rows(value, device=device))
 
 
 def barrier() -> None:

@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 
 from kamui_dist import distributed, parallel, precision
+from kamui_dist.exchange import Exchange
 
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, batches: Iterable[tuple[torch.Tensor, torch.Tensor]], device: torch.device, compute: str
-) -> tuple[float, int, float]:
+    model: nn.Module, batches: Iterable[tuple[torch.Tensor, ...]], device: torch.device, compute: str,
+    poll: Callable[[], int] = lambda: 0,
+) -> tuple[float, int, float, int]:  # fmt: skip
     """Mean cross-entropy in nats over all targets of all ranks' batches. Collective.
 
-    `batches` yields (inputs (B, T), targets (B, T)), the same number on every rank (FSDP gathers weights in each forward);
-    rows without a target weigh nothing. Returns (mean loss, number of targets, seconds). Leaves the model's mode as it was.
+    `batches` yields (inputs (B, T), targets (B, T)) and what else the model takes, the same number on every rank (FSDP gathers
+    weights in each forward);
+    rows without a target weigh nothing. `poll()` is this rank's stop request, 0 if there is none: about once a second the ranks
+    exchange it, and one that has heard something ends the validation on all ranks after the same batch. Returns (mean loss,
+    number of targets, seconds, 0 or the request that cut it short). Leaves the model's mode as it was.
     """
     started, training = time.perf_counter(), model.training
     model.eval()
-    loss_sum, targets = torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), device=device)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    targets = torch.zeros((), dtype=torch.float64, device=device)  # fp32 would stop counting at 2**24
+    exchange, asked = Exchange(poll, device), 0
     try:
-        for x, y in batches:
-            x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        for batch in batches:
+            x, y, *documents = (tensor.to(device, non_blocking=True) for tensor in batch)
             with precision.autocast(device, compute):
-                loss_sum += model(x, y)
+                loss_sum += model(x, y, *documents)
             targets += (y != -100).sum()
+            if asked := exchange.after_batch():
+                break
     finally:
         parallel.reshard(model)
         model.train(training)
     rows = distributed.gather_rows(loss_sum, targets, device=device)
     total, count = sum(r[0] for r in rows), sum(r[1] for r in rows)
-    return total / count if count else float("nan"), int(count), time.perf_counter() - started
+    return total / count if count else float("nan"), int(count), time.perf_counter() - started, asked

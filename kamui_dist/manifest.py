@@ -47,7 +47,15 @@ _MAX_MANIFEST_BYTES = 1 << 30
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, is damaged, or cannot be read. The message is one line."""
+    """A checkpoint could not be written, is damaged, or cannot be read. The message is one line.
+
+    errnos: of a save that failed for nothing but the storage (no space, quota, input/output error, ...), what the
+    operating system said on the ranks that failed; the same on all ranks. Empty for any other fault.
+    """
+
+    def __init__(self, message: str, errnos: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.errnos = errnos
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,11 @@ class Checkpoint:
     path: Path
     step: int
     manifest: dict[str, Any]
+
+    @property
+    def bytes(self) -> int:
+        """Of all files but the manifest."""
+        return sum(file["bytes"] for file in self.manifest["files"].values())
 
     @property
     def state(self) -> dict[str, Any]:
@@ -91,6 +104,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def verify(path: Path) -> None:
     """Reads everything: manifest, names, sizes, hashes. Raises CheckpointError; OSError if something is unreadable."""
     check_files(path, open_checkpoint(path).manifest["files"])
+
+
+def check_sizes(checkpoint: Checkpoint) -> None:
+    """Compares the sizes of the files with the manifest, without reading them. Raises as `verify`."""
+    for name, expected in checkpoint.manifest["files"].items():
+        with open_regular(checkpoint.path / name) as file:
+            size = os.fstat(file.fileno()).st_size
+        if size != expected["bytes"]:
+            raise CheckpointError(f"{checkpoint.path / name} has {size} bytes, the manifest says {expected['bytes']}")
 
 
 def render(manifest: dict[str, Any]) -> bytes:

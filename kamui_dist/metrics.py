@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-import os
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kamui_dist.files import write_text
+from kamui_dist.files import Appender, write_text
 from kamui_dist.state import State
+from kamui_dist.validation import Validation
 from kamui_dist.watch import Finding
 
 # Dense bf16 and fp16 FLOP/s of one device, from the makers' data sheets (without sparsity). The longest entry whose words are
@@ -29,7 +31,8 @@ TAGS = {
     "loss": "train/loss", "loss_average": "train/loss_average", "spike": "train/spike", "lr": "train/lr",
     "grad_norm_pre_clip": "train/grad_norm_pre_clip", "grad_norm_post_clip": "train/grad_norm_post_clip",
     "skipped": "train/skipped", "tokens": "train/tokens", "epoch": "train/epoch", "loss_scale": "train/loss_scale",
-    "val_loss": "val/loss", "val_perplexity": "val/perplexity", "tokens_per_sec": "perf/tokens_per_sec",
+    "val_loss": "val/loss", "val_perplexity": "val/perplexity", "val_bits_per_byte": "val/bits_per_byte",
+    "tokens_per_sec": "perf/tokens_per_sec",
     "mfu": "perf/mfu", "step_seconds": "perf/step_seconds", "data_seconds": "perf/data_seconds",
     "save_seconds": "perf/save_seconds", "eval_seconds": "perf/eval_seconds", "peak_memory_gib": "memory/peak_gib",
 }  # fmt: skip
@@ -69,6 +72,7 @@ class Metrics:
         self, run_dir: Path, enabled: bool, every: int, total_steps: int, tensorboard: bool, resumed: int
     ) -> None:
         self.enabled = enabled
+        self.first_set: str | None = None
         if not enabled:
             return
         self.every, self.total_steps = every, total_steps
@@ -77,9 +81,11 @@ class Metrics:
         self.last = (time.monotonic(), resumed)
         self.warned = False
         self.findings_path = run_dir / "findings.jsonl"
+        self.findings_file: Appender | None = None  # made when there is something to say
         path = run_dir / "metrics.jsonl"
         forget_after(path, resumed)
-        self.file = path.open("a", encoding="utf-8", buffering=1)
+        forget_after(self.findings_path, resumed)
+        self.file = Appender(path)
         self.board = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -98,13 +104,34 @@ class Metrics:
             self.say(f"warning: mfu {values['mfu']:.2f} is above 1, which no device reaches; log.peak_flops is too low")
         step = values.get("step", 0)
         if self.board and (kind != "step" or self.due(step)):
-            for name, value in clean.items():
-                if name in TAGS and value is not None:
-                    self.board.add_scalar(TAGS[name], float(value), step)
+            with self._tensorboard():
+                self._points(clean, step)
+
+    def _points(self, values: dict[str, Any], step: int) -> None:
+        assert self.board is not None
+        # The first validation set is val/..., another one val_<name>/...
+        other = f"val_{values['set']}/" if values.get("set", self.first_set) != self.first_set else None
+        for name, value in values.items():
+            if name in TAGS and value is not None and (other is None or TAGS[name].startswith("val/")):
+                self.board.add_scalar(TAGS[name].replace("val/", other or "val/"), float(value), step)
+        for name, source in (values.get("sources") or {}).items():
+            self.board.add_scalar(f"data/tokens_{name}", float(source["tokens"]), step)
+            if source.get("loss") is not None:
+                self.board.add_scalar(f"train/loss_{name}", float(source["loss"]), step)
+
+    @contextlib.contextmanager
+    def _tensorboard(self) -> Iterator[None]:
+        """A disk that is full is no reason to end a run: then there are no more points, and one line says so."""
+        try:
+            yield
+        except OSError as error:
+            self.board = None
+            self.say(f"warning: TensorBoard's file cannot be written ({error}); no more points until the next start")
 
     def text(self, tag: str, text: str, step: int = 0) -> None:
         if self.enabled and self.board:
-            self.board.add_text(tag, text, step)
+            with self._tensorboard():
+                self.board.add_text(tag, text, step)
 
     def due(self, step: int) -> bool:
         return step % self.every == 0 or step in (1, self.total_steps)
@@ -130,24 +157,39 @@ class Metrics:
         else:
             print(line, flush=True)
 
-    def evaluation(self, state: State, val_loss: float, seconds: float, improved: bool) -> None:
-        perplexity = math.exp(min(val_loss, 700.0)) if math.isfinite(val_loss) else math.nan
-        self.write("eval", step=state.step, tokens=state.tokens, val_loss=val_loss, val_perplexity=perplexity,
-                   best=improved, eval_seconds=seconds)  # fmt: skip
-        best = "best so far" if improved else f"best {state.best_val_loss} at step {state.best_step}"
-        self.say(
-            f"eval: step {state.step} | val loss {val_loss:.4f} | perplexity {perplexity:.2f} | {best} | {seconds:.1f} s"
-        )
+    def evaluations(self, state: State, results: list[Validation], improved: bool) -> None:
+        """A record for each validation set; the first decides what is best."""
+        for result in results:
+            first = result is results[0]
+            values: dict[str, Any] = {"set": result.name, "val_loss": result.loss, "val_perplexity": result.perplexity}
+            told = [f"eval: step {state.step}"] + ([result.name] if len(results) > 1 else [])
+            told += [f"val loss {result.loss:.4f}", f"perplexity {result.perplexity:.2f}"]
+            if result.bits_per_byte is not None:
+                values["val_bits_per_byte"] = result.bits_per_byte
+                told.append(f"{result.bits_per_byte:.4f} bits a byte")
+            if first:
+                self.first_set, values["best"] = result.name, improved
+                told.append("best so far" if improved else f"best {state.best_val_loss} at step {state.best_step}")
+            self.write("eval", step=state.step, tokens=state.tokens, **values, eval_seconds=result.seconds)
+            self.say(" | ".join([*told, f"{result.seconds:.1f} s"]))
 
-    def checkpoint(self, state: State, seconds: float) -> None:
-        self.write("checkpoint", step=state.step, tokens=state.tokens, save_seconds=seconds)
-        self.say(f"checkpoint: step {state.step} saved in {seconds:.2f} s")
+    def checkpoint(self, state: State, seconds: float, **measured: Any) -> None:
+        """`seconds`: from its step until it was published. measured: see saver.py."""
+        self.write("checkpoint", step=state.step, tokens=state.tokens, save_seconds=seconds, **measured)
+        line = f"checkpoint: step {state.step} saved in {seconds:.2f} s"
+        if measured:
+            line += (
+                f" ({measured['bytes'] / 1e6:.1f} MB, written at {measured['mb_per_second']:.0f} MB/s; weights finite and equal "
+                f"on all replicas, checked in {measured['check_seconds'] / seconds:.1%} of the time)"
+            )
+            line += f"; training was held for {measured['stall_seconds']:.3f} s" if measured["aside"] else ""
+        self.say(line)
 
     def findings(self, findings: list[Finding]) -> None:
         if not (self.enabled and findings):
             return
-        with self.findings_path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(f.record()) + "\n" for f in findings)
+        self.findings_file = self.findings_file or Appender(self.findings_path)
+        self.findings_file.write("".join(json.dumps(f.record()) + "\n" for f in findings))
         for finding in findings:
             self.say(f"watch: {finding}")
             self.text("findings", str(finding), finding.step)
@@ -159,16 +201,19 @@ class Metrics:
     def sync(self) -> None:
         """Before a checkpoint is published: its records must not be the part that a power failure takes."""
         if self.enabled:
-            self.file.flush()
-            os.fsync(self.file.fileno())
+            self.file.sync()
             if self.board:
-                self.board.flush()
+                with self._tensorboard():
+                    self.board.flush()
 
     def close(self) -> None:
         if self.enabled:
             self.file.close()
+            if self.findings_file:
+                self.findings_file.close()
             if self.board:
-                self.board.close()
+                with self._tensorboard():
+                    self.board.close()
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -187,8 +232,8 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 def forget_after(path: Path, step: int) -> None:
     """Takes out the records of updates that a resume from `step` does again, so that none is visible twice."""
     if path.exists():
-        repeated = ("step", "eval", "checkpoint", "end")
-        kept = [r for r in read_records(path) if not (r["kind"] in repeated and r.get("step", 0) > step)]
+        history = ("start", "resume")  # of attempts, not of updates
+        kept = [r for r in read_records(path) if r["kind"] in history or r.get("step", 0) <= step]
         write_text(path, "".join(json.dumps(r) + "\n" for r in kept))
 
 

@@ -27,10 +27,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from kamui_dist import config
+from kamui_dist.attention import Mask, attend, document_mask
 
 IGNORE = -100  # a target that does not count
 
-Rope = tuple[Tensor, Tensor]  # cos and sin of the angles, (T, Q / 2) each
+Rope = tuple[
+    Tensor, Tensor
+]  # cos and sin of the angles, (T, Q / 2) each; (B, 1, T, Q / 2) where documents restart them
 
 # What selective checkpointing keeps: the results that cost most to compute again for the memory they take.
 # Batched products (aten.bmm) are not among them: those are the (T, T) scores of attention that is not fused.
@@ -90,7 +93,7 @@ class Attention(nn.Module):
         self.q_norm = Norm(cfg, self.head_size) if cfg.qk_norm else None
         self.k_norm = Norm(cfg, self.head_size) if cfg.qk_norm else None
 
-    def forward(self, x: Tensor, rope: Rope | None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None, mask: Mask) -> Tensor:
         q = self.q(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # (B, H, T, Q)
         k = self.k(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # (B, K, T, Q)
         v = self.v(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # (B, K, T, Q)
@@ -98,14 +101,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
-        y = F.scaled_dot_product_attention(
-            q.to(v.dtype),  # norm and rotation may have computed in fp32
-            k.to(v.dtype),
-            v,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
-            enable_gqa=self.grouped,
-        )
+        q, k = q.to(v.dtype), k.to(v.dtype)  # norm and rotation may have computed in fp32
+        y = attend(q, k, v, mask, self.dropout if self.training else 0.0, self.grouped)
         return self.o(y.transpose(1, 2).flatten(2))  # (B, T, D)
 
 
@@ -136,21 +133,21 @@ class Block(nn.Module):
         self.mlp_norm = Norm(cfg, cfg.d_model)
         self.mlp = MLP(cfg)
 
-    def forward(self, x: Tensor, rope: Rope | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None = None, mask: Mask = None) -> Tensor:
         if self.checkpointing == "none" or not torch.is_grad_enabled():
-            return self.compute(x, rope)
+            return self.compute(x, rope, mask)
         # Inside the block, so that hooks on the block (FSDP's gathering) run once and not again for the recomputation.
         # Recomputing draws the random numbers of the forward pass again, in order.
         if self.checkpointing == "full":
-            return checkpoint(self.compute, x, rope, use_reentrant=False, preserve_rng_state=True)
+            return checkpoint(self.compute, x, rope, mask, use_reentrant=False, preserve_rng_state=True)
         # A kept attention is not run again and draws nothing: with dropout inside it, every later mask of the block
         # would be another one than in forward. So with dropout attention is recomputed too.
         kept = MATRIX_PRODUCTS if self.dropout > 0 else MATRIX_PRODUCTS + FUSED_ATTENTION
         keep = partial(create_selective_checkpoint_contexts, kept)
-        return checkpoint(self.compute, x, rope, use_reentrant=False, preserve_rng_state=True, context_fn=keep)
+        return checkpoint(self.compute, x, rope, mask, use_reentrant=False, preserve_rng_state=True, context_fn=keep)
 
-    def compute(self, x: Tensor, rope: Rope | None) -> Tensor:
-        x = x + F.dropout(self.attention(self.attention_norm(x), rope), self.dropout, self.training)
+    def compute(self, x: Tensor, rope: Rope | None, mask: Mask) -> Tensor:
+        x = x + F.dropout(self.attention(self.attention_norm(x), rope, mask), self.dropout, self.training)
         return x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
 
 
@@ -171,31 +168,43 @@ class GPT(nn.Module):
         self.final_norm = Norm(cfg, cfg.d_model)
         self.head = None if cfg.tie_embeddings else nn.Linear(cfg.d_model, self.padded_vocab, bias=False)
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, targets: Tensor | None = None, documents: Tensor | None = None, per_sequence: bool = False
+    ) -> Tensor:
         """Cross-entropy summed over targets != -100, fp32, 0-dim; without targets the logits, fp32, (B, T, V).
 
-        inputs and targets: (B, T) int64. targets[b, t] is the token that follows inputs[b, t].
-        Raises ValueError if T exceeds the table of learned positions.
+        inputs and targets: (B, T) int64. targets[b, t] is the token that follows inputs[b, t]. documents: (B, T) int64,
+        where in the sequence each token's document begins: attention stays inside, and positions count from there.
+        per_sequence: the sum of each sequence, (B,). Raises ValueError if T exceeds the table of learned positions.
         """
         T = inputs.shape[1]
         x = self.token_embedding(inputs)  # (B, T, D)
+        positions = torch.arange(T, device=inputs.device)  # (T,), of documents (B, T)
+        if documents is not None:
+            positions = positions - documents
         rope = None
         if self.position_embedding is not None:
             if self.cfg.context_length < T:
                 raise ValueError(
                     f"{T} tokens a sequence, but model.context_length = {self.cfg.context_length} learned positions"
                 )
-            x = x + self.position_embedding(torch.arange(T, device=inputs.device))
+            x = x + self.position_embedding(positions)
         else:
-            rope = rotary_table(T, self.head_size, self.cfg.rope_theta, inputs.device)
+            cos, sin = rotary_table(T, self.head_size, self.cfg.rope_theta, inputs.device)
+            rope = (cos, sin) if documents is None else (cos[positions][:, None], sin[positions][:, None])
+        dropout = self.cfg.dropout if self.training else 0.0
+        mask = document_mask(documents, self.head_size, dropout, self.cfg.flex_attention)
         x = F.dropout(x, self.cfg.dropout, self.training)
         for block in self.blocks:
-            x = block(x, rope)
+            x = block(x, rope, mask)
         x = self.final_norm(x)
         logits = F.linear(x, self.token_embedding.weight) if self.head is None else self.head(x)
         logits = logits[..., : self.vocab_size].float()  # padding is gone before the softmax
         if targets is None:
             return logits
+        if per_sequence:
+            each = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORE, reduction="none")  # (B, T)
+            return each.sum(1)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
     def logits(self, inputs: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from kamui_dist.errors import UserError
 from kamui_dist.model import parameter_generator
 from kamui_dist.plan import Plan
 from kamui_dist.precision import DTYPES
+from kamui_dist.tensors import local_part
 
 
 def parallelize(model: nn.Module, cfg: Config, plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> nn.Module:
@@ -113,6 +114,17 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
+def local_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What this rank holds of every parameter, by name, without a copy: its shard under FSDP, else the whole."""
+    return {name: local_part(p.detach()) for name, p in model.named_parameters()}
+
+
+def replicas(plan: Plan) -> list[list[int]]:
+    """Groups of ranks whose `local_weights` are to be equal, bit for bit: all of them under DDP, those with the same place in
+    their shard group under HSDP (neighbours share a shard group, see distributed.make_mesh), each alone under FSDP."""
+    return [list(range(place, plan.world_size, plan.shard)) for place in range(plan.shard)]
+
+
 def reshard(model: nn.Module) -> None:
     """Back to shards after forward passes without a backward, which would have done it: until then FSDP shows gathered weights
     as the parameters, and a checkpoint would not find those that the optimizer has."""
@@ -127,7 +139,8 @@ def gradient_sync(model: nn.Module, last: bool, defer: bool = True) -> Iterator[
 
     Forward belongs inside: DDP decides there whether its backward will reduce. `defer` false: FSDP reduce-scatters each
     micro-batch, so that no rank ever keeps full gradients; HSDP still all-reduces over its replicas only in the last.
-    The switches are set anew each time, so an exception leaves nothing behind.
+    The switches are set anew each time, so an exception leaves none of them wrong; the gradients of its step are another
+    matter: under FSDP those that were not yet reduced stay on the rank, and no zero_grad reaches them.
     """
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = True

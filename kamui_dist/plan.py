@@ -44,9 +44,11 @@ class Plan:
         return self.steps * self.global_batch / self.windows if self.windows else None
 
 
-def make_plan(cfg: Config, world_size: int, windows: int | None = None) -> Plan:
+def make_plan(cfg: Config, world_size: int, windows: int | None = None, done: tuple[int, int, int] = (0, 0, 0)) -> Plan:
     """The plan for `world_size` processes and data of `windows` windows (None: not known yet; then train.epochs counts as one
-    step). Raises UserError with one line for each contradiction in the config."""
+    step). `done`: steps, samples and tokens of a resumed run so far; its batch may have been another one, and what is left of
+    train.tokens or train.epochs is divided by the batch of now. Raises UserError with one line for each contradiction in the
+    config."""
     faults = list(_contradictions(cfg))
     mesh = _mesh(cfg, world_size, faults)
     replicate, shard = mesh or (world_size, 1)
@@ -54,10 +56,10 @@ def make_plan(cfg: Config, world_size: int, windows: int | None = None) -> Plan:
     tokens_per_step = global_batch * cfg.model.context_length
     total_samples = None
     if cfg.train.tokens is not None:
-        steps = math.ceil(cfg.train.tokens / tokens_per_step)
+        steps = done[0] + math.ceil((cfg.train.tokens - done[2]) / tokens_per_step)
     elif cfg.train.epochs is not None:
         total_samples = round(cfg.train.epochs * windows) if windows else None
-        steps = max(1, math.ceil((total_samples or 1) / global_batch))
+        steps = max(1, done[0] + math.ceil(((total_samples or 1) - done[1]) / global_batch))
     else:
         steps = cfg.train.steps or 1
     warmup = _length(cfg.schedule.warmup, steps, "schedule.warmup", faults)
@@ -100,8 +102,22 @@ def _contradictions(cfg: Config) -> Iterator[str]:
         yield f"schedule.min_lr ({sched.min_lr}) is above optim.lr ({cfg.optim.lr})"
     if sched.kind == "wsd" and sched.decay_shape == "exponential" and sched.min_lr <= 0:
         yield "schedule.decay_shape = exponential never reaches 0; set schedule.min_lr above 0"
-    if cfg.data.val_path is None and cfg.eval.patience:
+    if cfg.data.val_path is None and not cfg.eval.sets and cfg.eval.patience:
         yield f"eval.patience = {cfg.eval.patience} needs data.val_path"
+    yield from _data_contradictions(cfg)
+
+
+def _data_contradictions(cfg: Config) -> Iterator[str]:
+    data = cfg.data
+    if data.path is not None and data.sources:
+        yield f"data.path = {data.path!r} and data.sources are both given; make the path one of the sources"
+    if data.sources and data.dtype is not None:
+        yield f"data.dtype = {data.dtype!r} is for data.path; with data.sources give each its own dtype"
+    sets = [s.name for s in cfg.eval.sets] + (["val"] if data.val_path is not None else [])
+    for key, names in (("data.sources", [s.label for s in data.sources]), ("eval.sets", sets)):
+        for name in sorted({n for n in names if names.count(n) > 1}):
+            other = " (data.val_path is the set val)" if name == "val" and key == "eval.sets" else ""
+            yield f"{key}: {names.count(name)} are named {name!r}{other}; give each a name of its own"
 
 
 def _mesh(cfg: Config, world_size: int, faults: list[str]) -> tuple[int, int] | None:

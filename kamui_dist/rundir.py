@@ -1,8 +1,10 @@
-"""The run directory: effective config, provenance, status, findings. Rank 0 writes; what goes wrong is agreed by all ranks."""
+"""The run directory: who may write into it, effective config, provenance, status. Rank 0 writes; what goes wrong is agreed by
+all ranks."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import platform
@@ -12,22 +14,37 @@ import sys
 import time
 from pathlib import Path
 
+import numpy
 import torch
 
-from kamui_dist import __version__, checkpoint, config, distributed
+from kamui_dist import __version__, checkpoint, config, distributed, job, watchdog
 from kamui_dist.config import Config
-from kamui_dist.errors import UserError
+from kamui_dist.errors import EXIT_FINISHED, EXIT_HUNG, UserError
 from kamui_dist.files import write_json, write_text
+from kamui_dist.lock import Lock, held_by_other
+from kamui_dist.plan import Plan
 from kamui_dist.state import State
+
+_STARTED = time.time()
+
+
+_lock: Lock | None = None  # rank 0's
+_ours: bool | None = None  # on all ranks: whether this start holds the run directory; None: not asked yet
 
 
 def locate(cfg: Config) -> Path:
-    """One directory for all ranks, whatever their working directories. Makes nothing. Collective."""
-    return Path(distributed.broadcast_object(str(Path(cfg.run.dir or "").absolute())))
+    """One directory for all ranks, whatever their working directories, and from now on for nobody else: if it is there, it is
+    locked before anything in it is read or changed. Makes none. Collective. Raises UserError saying who holds it."""
+    path = Path(distributed.broadcast_object(str(Path(cfg.run.dir or "").absolute())))
+    release()
+    if distributed.broadcast_object(path.is_dir()):
+        _take(path)
+    return path
 
 
 def prepare(path: Path) -> None:
     """Makes the run directory, or shows that it can be written. Collective. Raises UserError on every rank alike."""
+    os.umask(os.umask(0o022) | 0o022)  # whatever this process makes from now on, group and others cannot write
     with distributed.together():
         if distributed.is_main():
             try:
@@ -37,27 +54,67 @@ def prepare(path: Path) -> None:
                 probe.unlink()
             except OSError as error:
                 raise UserError(f"run.dir: {path} cannot be written: {error.strerror}") from None
+    if not _ours:
+        _take(path)
+    with distributed.together():
+        if distributed.is_main():
+            watchdog.clear(path)
 
 
-def describe(path: Path, cfg: Config, device: torch.device, fingerprint: str, tokenizer: str) -> None:
-    """config.toml, provenance.json and a copy of the tokenizer: what is needed to repeat and to use the run. Rank 0."""
-    devices = distributed.gather_objects(
-        torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    )
-    if not distributed.is_main():
-        return
-    write_text(path / "config.toml", config.to_toml(cfg))
+def _take(path: Path) -> None:
+    global _lock, _ours
+    _ours = False
+    with distributed.together():
+        if distributed.is_main():
+            try:
+                _lock = Lock(path)
+            except OSError as error:
+                raise UserError(f"run.dir: {path} cannot be locked: {error.strerror}") from None
+    _ours = True
+
+
+def release() -> None:
+    """Lets go of the run directory. May be called again, and on any rank."""
+    global _lock, _ours
+    if _lock is not None:
+        _lock.release()
+    _lock = _ours = None
+
+
+def versions(device: torch.device) -> dict[str, str | None]:
+    """Of what numbers can depend on; rank 0's, on all ranks. Collective."""
+    told: dict[str, str | None] = distributed.broadcast_object(_versions(device) if distributed.is_main() else None)
+    return told
+
+
+@functools.cache
+def _versions(device: torch.device) -> dict[str, str | None]:
     git = subprocess.run(
         ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
+    return {
+        "kamui_dist": __version__, "git": git.stdout.strip() or None, "torch": torch.__version__, "numpy": numpy.__version__,
+        "python": platform.python_version(), "device": _device_name(device), "cuda": torch.version.cuda,
+    }  # fmt: skip
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+
+
+def describe(path: Path, cfg: Config, device: torch.device, fingerprint: str, tokenizer: str | None) -> None:
+    """config.toml, provenance.json and a copy of the tokenizer: what is needed to repeat and to use the run. Rank 0."""
+    devices = distributed.gather_objects(_device_name(device))
+    if not distributed.is_main():
+        return
+    write_text(path / "config.toml", config.to_toml(cfg))
     write_json(path / "provenance.json", {
-        "kamui_dist": __version__, "git": git.stdout.strip() or None, "torch": torch.__version__,
-        "python": platform.python_version(), "command": [sys.executable, *sys.orig_argv[1:]], "cwd": str(Path.cwd()),
+        **_versions(device), "command": [sys.executable, *sys.orig_argv[1:]], "cwd": str(Path.cwd()),
         "host": platform.node(), "world_size": distributed.world_size(), "devices": devices,
         "data_fingerprint": fingerprint, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     })  # fmt: skip
-    if Path(tokenizer).is_file():  # else "bytes"
+    if tokenizer is not None and Path(tokenizer).is_file():  # else "bytes", or data that do not say
         shutil.copyfile(tokenizer, path / "tokenizer.json")
 
 
@@ -66,26 +123,87 @@ def write_status(
 ) -> None:
     """status.json, which scripts read since torchrun hides exit codes. `requeue`: running the same command again will help."""
     if int(os.environ.get("RANK", "0")) == 0:
-        write_json(path / "status.json", {
-            "outcome": outcome, "step": step, "reason": reason, "requeue": requeue, "exit_code": exit_code, "pid": os.getpid(),
-        })  # fmt: skip
+        _write_status(path, outcome, step, reason, exit_code, requeue)
+
+
+def _write_status(path: Path, outcome: str, step: int, reason: str, exit_code: int | None, requeue: bool) -> None:
+    write_json(path / "status.json", {
+        "outcome": outcome, "step": step, "reason": reason, "requeue": requeue, "exit_code": exit_code, "pid": os.getpid(),
+        "restarts": job.restarts(),
+    })  # fmt: skip
+
+
+def close(path: Path, outcome: str, step: int, reason: str, exit_code: int, requeue: bool = False) -> None:
+    """The end of an orderly run: the last status, and the directory is anybody's again."""
+    write_status(path, outcome, step, reason, exit_code, requeue)
+    release()
+
+
+def nothing_left(path: Path, plan: Plan, state: State) -> int:
+    """For a run that is over already; returns the exit code. Not "stopped": nobody shall start it again."""
+    if distributed.is_main():
+        print(f"nothing left to do: {path} is finished at step {state.step} of {plan.steps}")
+    close(
+        path,
+        "finished" if state.step >= plan.steps else "early_stopped",
+        state.step,
+        "nothing left to do",
+        EXIT_FINISHED,
+    )
+    distributed.stop()
+    return EXIT_FINISHED
+
+
+def tell_failure(cfg: Config, error: Exception) -> None:
+    """What is no user's mistake, on stderr and in status.json, with where the ranks were."""
+    failed = f"rank {os.environ.get('RANK', '0')} failed"
+    print(f"{failed}: {type(error).__name__}: {error}{_where_ranks_were(cfg)}", file=sys.stderr, flush=True)
+    error.add_note(failed)  # torchrun's summary, the last thing on stderr, ends with it
+    record_failure(cfg, error, 1)
 
 
 def record_failure(cfg: Config, error: BaseException, exit_code: int) -> None:
-    """Outcome "failed", unless there is no run directory: a wrong config makes none, or leaves none."""
-    path = Path(cfg.run.dir or "")
-    if isinstance(error, UserError):
-        with contextlib.suppress(OSError):  # rmdir takes empty directories only: what prepare() has just made
-            (path / "checkpoints").rmdir()
-            path.rmdir()
-    if not path.is_dir():
+    """Outcome "failed", unless there is no run directory: a wrong config makes none, or leaves none. The rank that failed first
+    tells the reason; what the others see later is only that it has gone."""
+    path, rank = Path(cfg.run.dir or ""), int(os.environ.get("RANK", "0"))
+    not_ours = _ours is False or (_ours is None and held_by_other(path))
+    if isinstance(error, UserError) and _lock is not None:
+        _leave_nothing(path)
+    if not path.is_dir() or not_ours or (rank and getattr(error, "agreed", False)):
         return
-    try:
-        step = json.loads((path / "status.json").read_text(encoding="utf-8"))["step"]
-    except (OSError, ValueError, KeyError):
-        step = 0
-    reason = (str(error) or type(error).__name__).splitlines()[0]
-    write_status(path, "failed", step, reason, exit_code, requeue=not isinstance(error, UserError))
+    step = 0
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        status = json.loads((path / "status.json").read_text(encoding="utf-8"))
+        step = status["step"]
+        if status["outcome"] == "failed" and (path / "status.json").stat().st_mtime >= _STARTED:
+            return
+    reason = (f"rank {rank}: " if rank else "") + (str(error) or type(error).__name__).splitlines()[0]
+    with contextlib.suppress(OSError):  # it must not hide the error that it tells
+        _write_status(path, "failed", step, reason, exit_code, requeue=not isinstance(error, UserError))
+
+
+def _leave_nothing(path: Path) -> None:
+    """Takes away a run directory in which there is nothing but what prepare() has just made."""
+    release()
+    with contextlib.suppress(OSError):
+        made = {".lock", "checkpoints", "heartbeat"}
+        if {p.name for p in path.iterdir()} <= made and not any((path / "checkpoints").iterdir()):
+            shutil.rmtree(path)
+
+
+def hung(path: Path, text: str) -> None:
+    """In the watchdog, just before the end of the process. The first rank tells it."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        status = json.loads((path / "status.json").read_text(encoding="utf-8"))
+        if status["outcome"] == "running":
+            _write_status(path, "failed", status["step"], text, EXIT_HUNG, requeue=True)
+
+
+def _where_ranks_were(cfg: Config) -> str:
+    """For the report of a failure, a line of its own: which rank is furthest behind. "" if nothing is known."""
+    path, ranks = Path(cfg.run.dir or ""), int(os.environ.get("WORLD_SIZE", "1"))
+    told = watchdog.who_hangs(watchdog.read_beats(path, ranks), ranks) if _ours and ranks > 1 else ""
+    return f"\n{told}" if told else ""
 
 
 def published(path: Path, cfg: Config, state: State) -> None:
@@ -94,6 +212,7 @@ def published(path: Path, cfg: Config, state: State) -> None:
         return
     if state.best_step == state.step:
         write_json(path / "checkpoints" / "best.json", {"step": state.step, "val_loss": state.best_val_loss})
-    best = {state.best_step} if cfg.checkpoint.best and state.best_step is not None else set()
-    checkpoint.prune(path / "checkpoints", cfg.checkpoint.keep, cfg.checkpoint.keep_every, best)
+    best = checkpoint.best_step(path / "checkpoints") if cfg.checkpoint.best else None
+    protect = set() if best is None else {best}
+    checkpoint.prune(path / "checkpoints", cfg.checkpoint.keep, cfg.checkpoint.keep_every, protect)
     write_status(path, "running", state.step)

@@ -3,61 +3,26 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import torch
 from torch import nn
 
-from kamui_dist import checkpoint, distributed, metrics, parallel
+from kamui_dist import checkpoint, distributed, job, metrics, mixture, parallel, resume_report, rundir
 from kamui_dist.checkpoint import Checkpoint
 from kamui_dist.config import Config
-from kamui_dist.data import TokenDataset
 from kamui_dist.errors import UserError
+from kamui_dist.mixture import TrainingData
 from kamui_dist.model import GPT
+from kamui_dist.plan import Plan
 from kamui_dist.precision import LossScaler
+from kamui_dist.resume_report import Change
+from kamui_dist.signals import Pace
 from kamui_dist.tensors import model_tensors
 from kamui_dist.watch import Watch
-
-# What may differ between a checkpoint and the config that resumes it; every other key of [model] shapes the weights, or what
-# they mean.
-FREE_MODEL_KEYS = {"dropout", "checkpointing", "compile", "init_std", "factory_args"}
-
-
-def open_datasets(cfg: Config) -> tuple[TokenDataset, TokenDataset | None]:
-    """Training and validation data, checked against each other and the model. Sets model.vocab_size if it is unset.
-
-    Raises UserError naming the key and the absolute path.
-    """
-    if cfg.data.path is None:
-        raise UserError(
-            "data.path is unset; prepare text with `kamui-dist prepare` and set data.path to its train directory"
-        )
-    train = TokenDataset(cfg.data.path, "data.path")
-    val = None if cfg.data.val_path is None else TokenDataset(cfg.data.val_path, "data.val_path")
-    length = cfg.model.context_length
-    for key, dataset in (("data.path", train), ("data.val_path", val)):
-        if dataset is not None and dataset.windows(length) == 0:
-            raise UserError(
-                f"{key}: {dataset.path.absolute()} has {dataset.tokens} tokens, too few for one sequence; model.context_length "
-                f"({length}) needs {length + 1}"
-            )
-    if val is not None and (val.vocab_size, val.tokenizer_fingerprint) != (
-        train.vocab_size,
-        train.tokenizer_fingerprint,
-    ):
-        raise UserError(
-            f"data.val_path has another tokenizer than data.path: {val.tokenizer_name} with {val.vocab_size} ids against "
-            f"{train.tokenizer_name} with {train.vocab_size}; prepare both together"
-        )
-    if cfg.model.vocab_size is None:
-        cfg.model.vocab_size = train.vocab_size
-    elif cfg.model.vocab_size < train.vocab_size:
-        raise UserError(
-            f"model.vocab_size ({cfg.model.vocab_size}) is smaller than the vocabulary of data.path ({train.vocab_size}); "
-            "raise it or leave it unset"
-        )
-    return train, val
 
 
 def build_model(cfg: Config) -> nn.Module:
@@ -85,7 +50,7 @@ def build_model(cfg: Config) -> nn.Module:
     return model
 
 
-def find_checkpoint(cfg: Config, run_dir: Path, fingerprint: str) -> Checkpoint | None:
+def find_checkpoint(cfg: Config, run_dir: Path, data: TrainingData) -> Checkpoint | None:
     """The newest checkpoint of this run that verifies, if its model and data are the config's; None for a new run. Collective.
 
     Raises UserError where going on would be wrong: another model shape, other data, or a run whose checkpoints are gone.
@@ -104,21 +69,64 @@ def find_checkpoint(cfg: Config, run_dir: Path, fingerprint: str) -> Checkpoint 
     faults = [
         f"model.{key} is {now[key]}, but {found.path} has {saved[key]}; set it back, or choose another run.dir"
         for key in now
-        if key not in FREE_MODEL_KEYS and key in saved and saved[key] != now[key]
+        if key in saved and saved[key] != now[key] and _shapes_weights(key)
     ]
     if (before := found.state["config"]["optim"]["name"]) != cfg.optim.name:
         faults.append(
             f"optim.name is {cfg.optim.name}, but {found.path} has the state of {before}; set it back, or begin a new run with "
             f"checkpoint.init_from={run_dir}"
         )
-    if found.state["data_fingerprint"] != fingerprint and not cfg.data.allow_change:
+    if found.state["data_fingerprint"] != data.fingerprint and not cfg.data.allow_change:
+        before = found.state.get("data")
+        what = "" if before is None else f": {'; '.join(mixture.changes(before, data.identity))}"
         faults.append(
-            f"data.path: the data differ from those that {found.path} was trained on (fingerprint {fingerprint[:12]} against "
-            f"{found.state['data_fingerprint'][:12]}); bring them back, or set data.allow_change=true to go on with these"
+            f"{'data.sources' if cfg.data.sources else 'data.path'}: the data differ from those that {found.path} was trained on"
+            f" (fingerprint {data.fingerprint[:12]} against {found.state['data_fingerprint'][:12]}){what}; bring them back, or set"
+            " data.allow_change=true to go on with these"
         )
     if faults:
         raise UserError("\n".join(faults))
     return found
+
+
+def _shapes_weights(key: str) -> bool:
+    """Or what they mean. A key of [model] that nobody has classified does, too."""
+    return resume_report.CLASSES.get(f"model.{key}", resume_report.REFUSED) == resume_report.REFUSED
+
+
+def pace(cfg: Config, run_dir: Path, validates: bool, parameters: int, saved: Callable[[], float]) -> Pace:
+    """For deadlines. The first save of this start is expected to take as long as the last one of the run, else what 12 bytes a
+    parameter take at 250 MB/s; rank 0 alone guesses, since the rank that finds a deadline close stops all."""
+    guess = 0.0
+    if distributed.is_main():
+        before = [r for r in metrics.read_records(run_dir / "metrics.jsonl") if r["kind"] == "checkpoint"]
+        guess = float((before[-1].get("save_seconds") if before else None) or 12 * parameters / 250e6)
+    return Pace(cfg.eval.every if validates else 0, cfg.checkpoint.every, guess, saved)
+
+
+def facts(cfg: Config, plan: Plan, data: TrainingData, device: torch.device) -> dict[str, Any]:
+    """What a checkpoint tells of the run that made it, besides the state: all that is compared when it is resumed. Collective."""
+    return {
+        "config": cfg.model_dump(), "world_size": plan.world_size, "strategy": plan.strategy,
+        "global_batch": plan.global_batch, "steps": plan.steps, "data_fingerprint": data.fingerprint, "data": data.identity,
+        "versions": rundir.versions(device),
+    }  # fmt: skip
+
+
+def changes(cfg: Config, found: Checkpoint | None, now: dict[str, Any]) -> list[Change]:
+    """What differs between a checkpoint and the `facts` of now. Raises UserError if run.resume_strict forbids it."""
+    changed = [] if found is None else resume_report.compare(found.state, now)
+    if cfg.run.resume_strict and (faults := resume_report.refusals(changed)):
+        raise UserError("\n".join(faults), alike=True)
+    return changed
+
+
+def record(plan: Plan, changed: list[Change]) -> dict[str, Any]:
+    """For the record with which a start or a resume begins in metrics.jsonl."""
+    return {
+        "world_size": plan.world_size, "global_batch": plan.global_batch, "restarts": job.restarts(),
+        "changed": [str(change) for change in changed],
+    }  # fmt: skip
 
 
 def find_weights(cfg: Config, module: nn.Module) -> Checkpoint | Path | None:
@@ -138,6 +146,8 @@ def find_weights(cfg: Config, module: nn.Module) -> Checkpoint | Path | None:
         except (safetensors.SafetensorError, OSError) as error:
             raise UserError(f"checkpoint.init_from: {path} is not a whole safetensors file: {error}") from None
         found: Checkpoint | Path = path
+    elif not path.is_dir():
+        raise UserError(f"checkpoint.init_from: {path} is neither a directory nor a .safetensors file")
     else:
         steps = checkpoint.step_directories(path / "checkpoints")
         path = steps[-1][1] if steps else path
@@ -163,24 +173,20 @@ def _plain(name: str) -> str:
 
 def restore(
     cfg: Config, found: Checkpoint | None, weights: Checkpoint | Path | None, module: nn.Module,
-    optimizer: torch.optim.Optimizer, watch: Watch, scaler: LossScaler,
+    optimizer: torch.optim.Optimizer, watch: Watch, scaler: LossScaler, changed: list[Change],
 ) -> str:  # fmt: skip
     """The ways to start, in this order: resume this run; weights from checkpoint.init_from; scratch. Collective.
 
-    Fills everything in place but the few numbers of State. Returns the lines for the banner.
+    Fills everything in place but the few numbers of State. Returns the lines for the banner, with what has `changed`.
     """
     if found is not None:
         checkpoint.load_training(found, module, optimizer)
         watch.load(found.state["watch"])
         scaler.load(found.state["scaler"])
-        changed = [
-            f"changed since: {section}.{key} {old} -> {new}"
-            for section, table in cfg.model_dump().items()
-            for key, new in table.items()
-            if (old := found.state["config"].get(section, {}).get(key)) != new
-        ]
         saved_on = f"{found.state['strategy']}, {found.state['world_size']} process(es)"
-        return "\n".join([f"resume from {found.path} (step {found.step}; saved by {saved_on})", *changed])
+        return "\n".join(
+            [f"resume from {found.path} (step {found.step}; saved by {saved_on})", *resume_report.lines(changed)]
+        )
     if isinstance(weights, Checkpoint):
         checkpoint.load_weights(weights, module)
         return f"weights from {weights.path}, optimizer and step fresh"

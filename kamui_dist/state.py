@@ -27,6 +27,9 @@ class State:
         self.tokens += (end - self.samples) * (plan.tokens_per_step // plan.global_batch)
         self.samples = end
 
+    def position(self) -> dict[str, int]:
+        return {"step": self.step, "samples": self.samples, "tokens": self.tokens}
+
     def judge(self, val_loss: float, min_improvement: float) -> bool:
         """Takes note of a validation loss; true if it is the best so far. NaN is never better."""
         if self.best_val_loss is None:
@@ -41,6 +44,10 @@ class State:
 
     def out_of_patience(self, patience: int) -> bool:
         return patience > 0 and self.evals_since_best >= patience
+
+    def is_over(self, steps: int, patience: int, validates: bool) -> bool:
+        """Whether nothing is left to do; a validation that was put off is something."""
+        return self.out_of_patience(patience) or (self.step >= steps and not (self.evaluation_due and validates))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -9,6 +9,7 @@ of its first element in the whole tensor. Parts without elements are not stored.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -61,20 +62,35 @@ from kamui_dist.manifest import (
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _BLOCK_BYTES = 32 << 20  # how much is read at a time
+_HASHED_ASIDE = 128 << 10  # below, handing it to the thread takes longer than the hash
 
 
-def save_tensors(tensors: dict[str, torch.Tensor], writer: SafetensorsWriter) -> dict[str, Any]:
+def save_tensors(
+    tensors: dict[str, torch.Tensor], writer: SafetensorsWriter, copies: dict[str, torch.Tensor] | None = None
+) -> dict[str, Any]:
     """Collective. Writes tensors (plain or DTensor) through DCP, which divides the work; returns the manifest.
 
-    Raises CheckpointError on every rank, naming the ranks that failed and why. Uses no group but `checkpoint_group`.
+    copies: this rank's parts of those that it will write (see `planned`), to be written in place of `tensors`, which
+    may then change meanwhile. Uses no group but `checkpoint_group`, so it may run in a thread.
+    Raises CheckpointError on every rank, naming the ranks that failed and why.
     """
-    planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = _CopiesPlanner(copies)
     _run_dcp(dcp.save, tensors, storage_writer=writer, planner=planner)
     box = [writer.manifest]
     if dist.is_initialized():
         dist.broadcast_object_list(box, src=0, group=checkpoint_group())
     assert box[0] is not None, "DCP returned without calling finish"
     return box[0]
+
+
+def planned(tensors: dict[str, torch.Tensor]) -> set[str]:
+    """Collective. The names of those tensors that this rank writes (a part of) when they are saved; nothing is written.
+
+    A function of names, shapes, dtypes and placements alone. Raises as save_tensors.
+    """
+    recorder = _PlanRecorder(Path(), {})
+    _run_dcp(dcp.save, tensors, storage_writer=recorder, planner=_CopiesPlanner(None))
+    return recorder.names
 
 
 def load_tensors(tensors: dict[str, torch.Tensor], reader: SafetensorsReader) -> None:
@@ -101,18 +117,18 @@ def checkpoint_group() -> dist.ProcessGroup | None:
 
 def _run_dcp(call: Callable[..., Any], tensors: dict[str, torch.Tensor], **options: Any) -> None:
     alone = not dist.is_initialized()
+    if alone:  # for good: catch_warnings is not for threads, and a save may run in one
+        warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
     try:
-        with warnings.catch_warnings():
-            if alone:
-                warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
-            call(tensors, process_group=checkpoint_group(), no_dist=alone, **options)
+        call(tensors, process_group=checkpoint_group(), no_dist=alone, **options)
     except CheckpointException as error:  # a BaseException: no `except Exception` would see it
         faults = [(rank, fault) for rank, (fault, _) in sorted(error.failures.items())]
         lines = [
             f"rank {rank}: {fault if isinstance(fault, CheckpointError) else f'{type(fault).__name__}: {fault}'}"
             for rank, fault in faults
         ]
-        raise CheckpointError("; ".join(lines)) from faults[0][1]
+        errnos = [fault.errno or errno.EIO for _, fault in faults if isinstance(fault, OSError)]
+        raise CheckpointError("; ".join(lines), tuple(errnos if len(errnos) == len(faults) else ())) from faults[0][1]
     except RuntimeError as error:  # a rank that died: gloo's message
         raise CheckpointError(str(error)) from error
 
@@ -223,6 +239,30 @@ class SafetensorsWriter(StorageWriter):
         return False  # never chosen by DCP for a bare path
 
 
+class _PlanRecorder(SafetensorsWriter):
+    names: set[str]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self.names = {item.index.fqn for item in plan.items}
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        pass
+
+
+class _CopiesPlanner(dcp.DefaultSavePlanner):
+    """Plans from the metadata of the live tensors, which do not change, and takes the data from copies if there are."""
+
+    def __init__(self, copies: dict[str, torch.Tensor] | None) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.copies = copies
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return super().lookup_object(index) if self.copies is None else self.copies[index.fqn]
+
+
 class _HashedFile:
     """A new file whose SHA-256 is computed while it is written. What a failure leaves goes with its directory."""
 
@@ -241,7 +281,8 @@ class _HashedFile:
 
     def write(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
-        hashed = self._thread.submit(self._sha256.update, view)
+        aside = len(view) >= _HASHED_ASIDE
+        hashed = self._thread.submit(self._sha256.update, view) if aside else None
         try:
             written = 0
             while written < len(view):
@@ -249,7 +290,10 @@ class _HashedFile:
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
         finally:
-            hashed.result()
+            if hashed is not None:
+                hashed.result()
+        if not aside:
+            self._sha256.update(view)
         self._bytes += len(view)
 
     def finish(self) -> _File:

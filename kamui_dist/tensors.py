@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from kamui_dist.errors import UserError
 from kamui_dist.manifest import DTYPES
@@ -29,6 +30,11 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     }
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name not in transient]
     return {f"model.{_plain(name)}": tensor.detach() for name, tensor in [*model.named_parameters(), *buffers]}
+
+
+def buffer_names(model: nn.Module) -> set[str]:
+    """The names that `model_tensors` gives to buffers: what a forward pass may change."""
+    return {f"model.{_plain(name)}" for name, _ in model.named_buffers()}
 
 
 def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -78,6 +84,11 @@ def prepare_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, manife
                 else:
                     raise UserError(f"optimizer state {key} of {name} has shape {shape}, not {list(parameter.shape)}")
                 optimizer.state[parameter][key] = value
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of `tensor`, sharing its memory: the shard of a DTensor, a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _optimizer_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter]]:

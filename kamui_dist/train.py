@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import pdb
 import sys
 import time
-import traceback
 
 from kamui_dist import command_line
 
@@ -26,17 +24,19 @@ if __name__ == "__main__":
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from kamui_dist import banner, checkpoint, distributed, optim, parallel, precision, rundir, start
+from kamui_dist import banner, distributed, optim, parallel, precision, rundir, sources, start
 from kamui_dist.config import Config
-from kamui_dist.data import Loader, evaluation_batches
+from kamui_dist.data import Loader
 from kamui_dist.errors import EXIT_DIVERGED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
-from kamui_dist.evaluate import evaluate
 from kamui_dist.metrics import Metrics, mfu, peak_flops, peak_memory_gib
 from kamui_dist.plan import make_plan
+from kamui_dist.saver import Saver
 from kamui_dist.schedule import lr_at
-from kamui_dist.signals import REASONS, StopRequest
+from kamui_dist.signals import BY_HAND, REASONS, StopRequest
 from kamui_dist.state import State
+from kamui_dist.validation import evaluate_sets
 from kamui_dist.watch import Watch
+from kamui_dist.watchdog import Watchdog
 
 
 def train(cfg: Config, stop: StopRequest) -> int:
@@ -46,25 +46,26 @@ def train(cfg: Config, stop: StopRequest) -> int:
     torch.autograd.set_detect_anomaly(cfg.run.debug)
     distributed.start(device, cfg.run.timeout_minutes)
     rank, ranks = distributed.rank(), distributed.world_size()  # every rank is a data-parallel rank
+    run_dir = rundir.locate(cfg)  # and from here on it is ours alone
 
     with distributed.together():
-        train_data, val_data = start.open_datasets(cfg)
-        windows = train_data.windows(cfg.model.context_length)
-        plan = make_plan(cfg, ranks, windows)
+        train_data, val_sets = sources.open_datasets(cfg)
+        plan = make_plan(cfg, ranks, train_data.windows)
         model = start.build_model(cfg)
+        sources.check_model(cfg, model)
         parallel.check_shards(model, plan)
     counts = banner.count(model, cfg)
-    run_dir = rundir.locate(cfg)
-    found = start.find_checkpoint(cfg, run_dir, train_data.fingerprint)
+    found = start.find_checkpoint(cfg, run_dir, train_data)
     state = State() if found is None else State.from_dict(found.state["state"])
-    if state.step >= plan.steps or state.out_of_patience(cfg.eval.patience):
-        if rank == 0:
-            print(f"nothing left to do: {run_dir} is finished at step {state.step} of {plan.steps}")
-        distributed.stop()
-        return EXIT_FINISHED
+    plan = make_plan(cfg, ranks, train_data.windows, done=(state.step, state.samples, state.tokens))
+    if state.is_over(plan.steps, cfg.eval.patience, validates=bool(val_sets)):
+        return rundir.nothing_left(run_dir, plan, state)
+    facts = start.facts(cfg, plan, train_data, device)
     with distributed.together():
+        changed = start.changes(cfg, found, facts)
         weights = None if found else start.find_weights(cfg, model)
     rundir.prepare(run_dir)  # nothing is made before all that can be checked has been
+    Watchdog(run_dir, cfg.run, rank, ranks, state, rundir.hung).start()
 
     mesh = distributed.make_mesh(device, plan.replicate, plan.shard)
     model = parallel.parallelize(model, cfg, plan, mesh, device)
@@ -72,82 +73,84 @@ def train(cfg: Config, stop: StopRequest) -> int:
     optimizer = optim.build(module, cfg.optim)
     scaler = precision.LossScaler(enabled=cfg.run.precision == "fp16")
     watch = Watch(cfg.watch.spike_factor, cfg.watch.window, cfg.watch.max_skipped)
-    origin = start.restore(cfg, found, weights, module, optimizer, watch, scaler)
+    origin = start.restore(cfg, found, weights, module, optimizer, watch, scaler, changed)
     peak = peak_flops(device, cfg.run.precision, cfg.log.peak_flops)
+    by_source = sources.BySource(train_data, module, device)
     rundir.describe(run_dir, cfg, device, train_data.fingerprint, train_data.tokenizer)
     metrics = Metrics(run_dir, rank == 0, cfg.log.every, plan.steps, cfg.log.tensorboard, resumed=state.step)
-    metrics.say(banner.text(cfg, plan, counts, train_data, val_data, device, origin, run_dir))
-    metrics.write("start" if found is None else "resume", step=state.step, tokens=state.tokens, world_size=ranks)
+    metrics.say(banner.text(cfg, plan, counts, train_data, val_sets, by_source.losses, device, origin, run_dir))
+    metrics.write("start" if found is None else "resume", **state.position(), **start.record(plan, changed))
     metrics.text("config", banner.config_text(cfg))
     rundir.write_status(run_dir, "running", state.step)
-    stop.stop_file = run_dir / "STOP" if rank == 0 else None
     loader = Loader(
-        train_data, context_length=cfg.model.context_length, micro_batch=cfg.train.micro_batch,
-        grad_accum_steps=plan.grad_accum_steps, rank=rank, ranks=ranks, seed=cfg.run.seed, first_sample=state.samples,
-        device=device, limit=plan.total_samples, vocab_size=cfg.model.vocab_size,
+        train_data, context_length=cfg.model.context_length, micro_batch=cfg.train.micro_batch, rank=rank, ranks=ranks,
+        grad_accum_steps=plan.grad_accum_steps, seed=cfg.run.seed, vocab_size=cfg.model.vocab_size, device=device,
+        first_sample=0 if cfg.train.overfit_one_batch else state.samples, limit=plan.total_samples,
+        document_mask=cfg.data.document_mask,
     )  # fmt: skip
-    micro_batches, outcome, reason, step_seconds, save_seconds = None, "finished", "", 0.0, 0.0
+    saver = Saver(run_dir, cfg, plan, module, optimizer, watch, scaler, metrics, facts)
+    pace = start.pace(cfg, run_dir, bool(val_sets), counts.parameters, saved=lambda: saver.seconds)
+    micro_batches, outcome, reason = None, "finished", ""
 
-    def validate() -> bool:
-        """Every rank takes part. Returns whether the loss is the best so far."""
-        assert val_data is not None
+    def validate() -> tuple[bool, int]:
+        """Every rank takes part. Returns whether the loss of the first set is the best so far, and what cut it short, or 0."""
         limit = cfg.eval.batches * plan.global_batch if cfg.eval.batches else None
-        batches = evaluation_batches(val_data, cfg.model.context_length, cfg.train.micro_batch, rank, ranks, limit)
-        val_loss, _, seconds = evaluate(module, batches, device, cfg.run.precision)
-        improved = state.judge(val_loss, cfg.eval.min_improvement)
-        metrics.evaluation(state, val_loss, seconds, improved)
-        return improved
+        results, asked = evaluate_sets(module, val_sets, cfg, limit, device, poll=lambda: stop.poll(pace.save))
+        state.evaluation_due = bool(asked)
+        if asked:
+            return False, asked
+        pace.evaluation(sum(result.seconds for result in results))
+        improved = state.judge(results[0].loss, cfg.eval.min_improvement)
+        metrics.evaluations(state, results, improved)
+        return improved, 0
 
-    def save() -> float:
-        """Every rank takes part. Returns seconds."""
-        began = time.perf_counter()
-        metrics.sync()
-        checkpoint.save(run_dir / "checkpoints", state.step, checkpoint.training_tensors(module, optimizer), {
-            "state": state.to_dict(), "watch": watch.state(), "scaler": scaler.state(), "config": cfg.model_dump(),
-            "world_size": ranks, "strategy": plan.strategy, "data_fingerprint": train_data.fingerprint,
-        })  # fmt: skip
-        seconds = time.perf_counter() - began
-        rundir.published(run_dir, cfg, state)
-        metrics.checkpoint(state, seconds)
-        return seconds
-
-    if state.evaluation_due and val_data is not None:
-        state.evaluation_due = False
-        if validate() and cfg.checkpoint.best:
-            save()
+    asked = distributed.agreed_max(stop.poll(pace.save), device)  # while all this was made ready
+    stop.stop_file = run_dir / "STOP" if rank == 0 else None
+    if due := state.evaluation_due and bool(val_sets) and not asked:
+        asked = validate()[1]
+    if asked:
+        outcome, reason = "stopped", REASONS[int(asked)]  # there is nothing new to save
+    elif due:
+        if state.out_of_patience(cfg.eval.patience):
+            outcome, reason = "early_stopped", f"{state.evals_since_best} validations without improvement"
+        if fault := saver.save(state, final=bool(reason)):  # in place of the one without this validation
+            outcome, reason = "failed", fault
 
     # Collections would pause the ranks at different moments, each pause felt by all: they run below, at the same step everywhere.
     gc.collect()
     gc.disable()
 
-    for step in range(state.step, plan.steps):
+    for step in range(state.step, state.step if reason else plan.steps):
         began = time.perf_counter()
 
         # 1. batch: this rank's micro-batches of global batch `step`, already on the device
         if micro_batches is None or not cfg.train.overfit_one_batch:
-            micro_batches = loader.next()  # [(inputs (B, T), targets (B, T))] * grad_accum_steps
+            micro_batches = (
+                loader.next()
+            )  # [(inputs (B, T), targets (B, T), and documents (B, T) if masked)] * accumulation
 
         # 2. forward + loss: cross-entropy summed over targets. The mean is over the targets of the whole global batch, whose
         #    number is known only when all ranks have met: until then the divisor is tokens_per_step, corrected in 4.
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         targets = torch.zeros((), dtype=torch.float64, device=device)
-        for i, (x, y) in enumerate(micro_batches):
+        for i, (x, y, *documents) in enumerate(micro_batches):
             distributed.seed_random(cfg.run.seed, step, i)
             with parallel.gradient_sync(model, last=i == len(micro_batches) - 1, defer=cfg.parallel.defer_sync):
                 with precision.autocast(device, cfg.run.precision):
-                    loss = model(x, y)
+                    losses = model(x, y, *documents, **by_source.arguments)  # (); where sources are told apart (B,)
 
                 # 3. backward: ranks are averaged by DDP and FSDP, hence the factor `ranks`
-                (loss * (scaler.scale * ranks / plan.tokens_per_step)).backward()
-            loss_sum += loss.detach()
+                (losses.sum() * (scaler.scale * ranks / plan.tokens_per_step)).backward()
+            loss_sum += losses.detach().sum()
             targets += (y != -100).sum()
+            by_source.add(losses.detach(), y, loader.sources, i)
 
         # 4. update: what all ranks must know travels in one message; from here on, all decide alike
-        norm_on_device = parallel.grad_norm(model)
-        heard = stop.poll(margin_seconds=2 * step_seconds + 1.5 * save_seconds)
         rows = distributed.gather_rows(
-            loss_sum, targets, norm_on_device, heard, loader.data_seconds, peak_memory_gib(device), device=device
-        )  # (ranks, 6)
+            loss_sum, targets, parallel.grad_norm(model), stop.poll(pace.margin(state.step + 1, time.perf_counter() - began)),
+            loader.data_seconds, peak_memory_gib(device), saver.code(), *by_source.sums(), device=device,
+        )  # fmt: skip  # (ranks, 7, and 2 a source)
+        saver.poll([int(r[6]) for r in rows])  # an asynchronous save that all ranks have finished is published
         total_targets = sum(r[1] for r in rows)
         mean_loss = sum(r[0] for r in rows) / total_targets if total_targets else math.nan
         unscale = plan.tokens_per_step / (total_targets * scaler.scale) if total_targets else math.nan
@@ -168,18 +171,18 @@ def train(cfg: Config, stop: StopRequest) -> int:
         state.advance(plan)
         if state.step % cfg.train.gc_every == 0:
             gc.collect()
-        step_seconds = time.perf_counter() - began
+        pace.step(step_seconds := time.perf_counter() - began)
 
         # 5. log: one record, rank 0 writes
         average, spike, findings = watch.observe(state.step, mean_loss, norm, skipped=not finite)
         speed = plan.tokens_per_step / step_seconds
         utilisation = mfu(speed, counts.flops_per_token, peak, ranks)
         metrics.write(
-            "step", step=state.step, tokens=state.tokens, epoch=state.samples / windows, loss=mean_loss,
+            "step", step=state.step, tokens=state.tokens, epoch=state.samples / train_data.windows, loss=mean_loss,
             loss_average=average, spike=spike, lr=lr, grad_norm_pre_clip=norm, grad_norm_post_clip=post_clip,
             skipped=not finite, loss_scale=scaler.scale if scaler.enabled else None, targets=int(total_targets),
             tokens_per_sec=speed, mfu=utilisation, step_seconds=step_seconds, data_seconds=data_seconds,
-            peak_memory_gib=memory,
+            peak_memory_gib=memory, **by_source.record(rows, state.samples),
         )  # fmt: skip
         metrics.console(state.step, mean_loss, lr, norm, speed, utilisation)
         metrics.findings(findings)
@@ -189,32 +192,32 @@ def train(cfg: Config, stop: StopRequest) -> int:
 
         # 6. evaluate: every rank takes part; who was asked to stop saves first and evaluates after the resume
         last, improved = state.step == plan.steps, False
-        if val_data is not None and (last or (cfg.eval.every and state.step % cfg.eval.every == 0)):
-            state.evaluation_due = bool(asked) and not last
-            improved = not state.evaluation_due and validate()
+        if val_sets and (last or (cfg.eval.every and state.step % cfg.eval.every == 0)):
+            state.evaluation_due = bool(asked)
+            if not asked:
+                improved, asked = validate()
             if state.out_of_patience(cfg.eval.patience):
                 outcome, reason = "early_stopped", f"{state.evals_since_best} validations without improvement"
 
         # 7. checkpoint: every rank takes part
-        if asked and not last and not reason:
+        if asked and not reason and (not last or state.evaluation_due):
             outcome, reason = "stopped", REASONS[int(asked)]
-        if last or reason or state.step % cfg.checkpoint.every == 0 or (improved and cfg.checkpoint.best):
-            save_seconds = save()
+        saving = last or bool(reason) or saver.due(state, improved, finite)
+        if saving and (fault := saver.save(state, final=last or bool(reason))):
+            outcome, reason = "failed", fault
+        # Long only in the first step and in those after a save, for which rank 0 may be late from deleting older ones.
+        distributed.set_timeout(cfg.run.timeout_minutes if saving else 1.5 * cfg.run.hang_minutes)
         if reason:
             break
 
+    saver.wait()
     loader.close()
     gc.enable()
-    code = {
-        "finished": EXIT_FINISHED,
-        "early_stopped": EXIT_FINISHED,
-        "stopped": EXIT_STOPPED,
-        "failed": EXIT_DIVERGED,
-    }[outcome]
+    code = {"stopped": EXIT_STOPPED, "failed": EXIT_DIVERGED}.get(outcome, EXIT_FINISHED)
     metrics.write("end", step=state.step, tokens=state.tokens, outcome=outcome, reason=reason)
     metrics.say(banner.farewell(outcome, reason, state, run_dir))
     metrics.close()
-    rundir.write_status(run_dir, outcome, state.step, reason, code, requeue=outcome == "stopped")
+    rundir.close(run_dir, outcome, state.step, reason, code, requeue=outcome == "stopped" and reason not in BY_HAND)
     distributed.stop()
     return code
 
@@ -232,16 +235,14 @@ def main() -> int:
         rundir.record_failure(cfg, error, 130)
         return 130
     except Exception as error:
-        print(
-            f"rank {os.environ.get('RANK', '0')} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True
-        )
-        rundir.record_failure(cfg, error, 1)
+        rundir.tell_failure(cfg, error)
         if cfg.run.debug and sys.stdin.isatty():
-            traceback.print_exc()
+            sys.excepthook(*sys.exc_info())
             pdb.post_mortem(error.__traceback__)
         raise
     finally:
         gc.enable()
+        rundir.release()
 
 
 if __name__ == "__main__":

@@ -107,8 +107,10 @@ ranks_of() {
 run_torchrun() {
   local flags=$1 world=$2 run_dir status before code=0
   shift 2
-  # Options, such as --print-config, are questions; one process answers.
-  if [[ " $*" == *" --"* ]]; then exec "$python" -m kamui_dist.train "$@" --world-size "$world"; fi
+  # Options, such as --print-config, are questions; one process answers. But for the one that is about training.
+  local questions=" $*"
+  questions=${questions// --resume-strict/}
+  if [[ $questions == *" --"* ]]; then exec "$python" -m kamui_dist.train "$@" --world-size "$world"; fi
 
   # A mistake in the config is told by one process, in one line; through torchrun every rank would tell it, with a traceback.
   supervise pass_on "$python" -m kamui_dist.train "$@" --check --world-size "$world" || exit

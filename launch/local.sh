@@ -11,7 +11,8 @@
 # the ranks, or `touch RUN_DIR/STOP`. All ranks finish the step, write a checkpoint and end. Asked twice, they have 30 seconds; asked
 # three times, they are killed, and the run goes on from its last checkpoint. SIGUSR1 to this script or to torchrun does nothing.
 #
-# Exit code: the trainer's. 0 finished, 2 the config or the data is wrong, 75 stopped with a checkpoint, 70 stopped by the watch.
+# Exit code: the trainer's. 0 finished, 2 the config or the data is wrong, 75 stopped with a checkpoint, 70 stopped by the watch,
+# 76 a rank hung and was named (after MAX_RESTARTS restarts).
 # Relative paths, in the config too, are relative to where you are.
 set -euo pipefail
 . "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"

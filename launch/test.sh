@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs what the tests need and runs them; arguments go to pytest:   launch/test.sh -m 'not slow' -k schedule
+# Two processes share the files; TEST_WORKERS=0 is one, for a debugger.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 "$root/launch/install.sh" dev
 cd "$root"
-exec .venv/bin/python -m pytest "$@"
+exec .venv/bin/python -m pytest -n "${TEST_WORKERS:-2}" --dist loadfile "$@"

@@ -135,7 +135,7 @@ def test_whole_numbers(empty: Path) -> None:
         "run.deterministic=maybe", "run.deterministic=2", "run.deterministic=none",
         "run.device=tpu", "run.precision=bf17", "schedule.kind=cosin", "parallel.tensor=2", "run.seed=-1",
         "model.dropout=1", "watch.spike_factor=1", 'run.dir=""',
-        "data.path=3", "model.factory_args=3", "model.factory_args={at=1979-05-27}",
+        "data.path=3", "model.factory_args=3", "model.factory_args={at=1979-05-27}", "model.factory_args={a=[nan]}",
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_one_line_with_the_key_and_the_value(tmp_path: Path, empty: Path, override: str) -> None:
@@ -143,7 +143,7 @@ def test_a_wrong_value_is_one_line_with_the_key_and_the_value(tmp_path: Path, em
     [line] = faults(empty, override)
     assert line.startswith(f"{key} = ")
     assert "(command line): " in line
-    if text not in ("none", "1e400", "1e30", "{a=1}") and "1979" not in text:
+    if text not in ("none", "1e400", "1e30") and not text.startswith("{"):
         assert text.strip('"') in line.replace("True", "true")
     if text not in ("abc", "maybe", "tpu", "bf17", "cosin", "none"):  # bare words are for the command line
         path = write(tmp_path, "[{}]\n{} = {}\n".format(*key.split("."), text))
@@ -159,7 +159,10 @@ def test_what_would_be_valid_is_said(empty: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
-    [*((t, True) for t in ("true", "True", "1", "yes", "on")), *((t, False) for t in ("false", "False", "0", "no", "off"))],
+    [
+        *((t, True) for t in ("true", "True", "1", "yes", "on")),
+        *((t, False) for t in ("false", "False", "0", "no", "off")),
+    ],
 )
 def test_booleans_from_the_command_line(empty: Path, text: str, wanted: bool) -> None:
     assert value(empty, f"run.deterministic={text}", of="run.deterministic") is wanted
@@ -186,7 +189,13 @@ def test_overrides_of_another_form(empty: Path) -> None:
 
 
 def test_strings_from_the_command_line(empty: Path) -> None:
-    for text, wanted in (("runs/a", "runs/a"), ('"runs/a b"', "runs/a b"), ("a=b", "a=b"), ("ü/x", "ü/x"), ("a#b", "a#b")):
+    for text, wanted in (
+        ("runs/a", "runs/a"),
+        ('"runs/a b"', "runs/a b"),
+        ("a=b", "a=b"),
+        ("ü/x", "ü/x"),
+        ("a#b", "a#b"),
+    ):
         assert value(empty, f"data.path={text}", of="data.path") == wanted
 
 
@@ -198,7 +207,9 @@ def test_later_overrides_win_and_all_win_over_the_file(tmp_path: Path) -> None:
 
 
 def test_none_unsets(tmp_path: Path) -> None:
-    path = write(tmp_path, '[run]\ndir = "x"\nmax_minutes = 5\n[data]\nval_path = "v"\n[train]\nsteps = 5\nglobal_batch = 8\n')
+    path = write(
+        tmp_path, '[run]\ndir = "x"\nmax_minutes = 5\n[data]\nval_path = "v"\n[train]\nsteps = 5\nglobal_batch = 8\n'
+    )
     cfg, notes = load(path, ["data.val_path=none", "run.max_minutes=null", "train.global_batch=None", "run.dir=none"])
     assert (cfg.data.val_path, cfg.run.max_minutes, cfg.train.global_batch) == (None, None, None)
     assert cfg.run.dir == "runs/given", "without one, the name of the config file: never the working directory"
@@ -221,7 +232,9 @@ def test_one_of_several_keys_replaces_another_one_of_the_file_with_a_note(tmp_pa
     assert (cfg.train.steps, notes) == (5, [])
     # Two of them on the command line contradict each other.
     cfg, _ = load(path, ["train.epochs=2", "train.tokens=1e6"])
-    with pytest.raises(UserError, match=r"exactly one of train.steps, train.tokens, train.epochs .*tokens = 1000000.0, .*epochs = 2"):
+    with pytest.raises(
+        UserError, match=r"exactly one of train.steps, train.tokens, train.epochs .*tokens = 1000000.0, .*epochs = 2"
+    ):
         make_plan(cfg, 1, windows=100)
     cfg, _ = load(path, ["train.global_batch=8", "train.grad_accum_steps=2"])
     with pytest.raises(UserError, match=r"train.global_batch \(8\) and train.grad_accum_steps \(2\)"):
@@ -248,8 +261,12 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_all_faults_at_once_each_one_line(tmp_path: Path) -> None:
-    path = write(tmp_path, "[optim]\nlr = -1\nlearing_rate = 3\n[model]\nn_layers = 0\nnorm = 'batch'\n[modle]\nx = 1\n")
-    found = faults(path, "train.steps=0", "nonsense", "run.devcie=cpu", "parallel.param_dtype=int8", "model.factory_args={a=[1")
+    path = write(
+        tmp_path, "[optim]\nlr = -1\nlearing_rate = 3\n[model]\nn_layers = 0\nnorm = 'batch'\n[modle]\nx = 1\n"
+    )
+    found = faults(
+        path, "train.steps=0", "nonsense", "run.devcie=cpu", "parallel.param_dtype=int8", "model.factory_args={a=[1"
+    )
     for part in ("optim.lr = -1", "optim.learing_rate", "model.n_layers = 0", "model.norm = 'batch'", "modle",
                  "train.steps = 0", "nonsense", "run.devcie", "parallel.param_dtype = 'int8'", "factory_args"):  # fmt: skip
         assert sum(part in line for line in found) == 1, (part, found)
@@ -263,8 +280,16 @@ def everything() -> st.SearchStrategy[Config]:
     """Configs with random values in every section that to_toml could get wrong."""
     text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
     positive = st.floats(min_value=5e-324, allow_infinity=False)
-    leaves = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | text | st.just("")
-    values = st.recursive(leaves, lambda v: st.lists(v, max_size=3) | st.dictionaries(text | st.just(""), v, max_size=3))
+    leaves = (
+        st.booleans()
+        | st.integers(-(2**63), 2**63 - 1)
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | text
+        | st.just("")
+    )
+    values = st.recursive(
+        leaves, lambda v: st.lists(v, max_size=3) | st.dictionaries(text | st.just(""), v, max_size=3)
+    )
     return st.builds(
         Config,
         run=st.builds(config.Run, dir=text, seed=st.integers(0, 2**63 - 1), max_minutes=st.none() | positive, debug=st.booleans()),
@@ -278,7 +303,7 @@ def everything() -> st.SearchStrategy[Config]:
     )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(everything(), st.booleans())
 def test_toml_round_trip(tmp_path_factory: pytest.TempPathFactory, cfg: Config, meanings: bool) -> None:
     path = tmp_path_factory.mktemp("toml", numbered=True) / "config.toml"
@@ -305,7 +330,8 @@ def test_every_knob_has_a_meaning_and_is_printed() -> None:
     text = to_toml(Config(), meanings=True)
     for key in config.KEYS:
         section, name = key.split(".")
-        field = typing.cast(Any, Config.model_fields[section].annotation).model_fields[name]
+        fields = typing.cast(Any, Config.model_fields[section].annotation).model_fields
+        field = fields.get(name) or fields[f"{name}_"]  # `async` is a word of Python's
         assert field.description, key
         assert f"# {field.description}" in text
         assert f"\n{name} = " in text or f"\n# {name} is unset" in text
@@ -378,7 +404,9 @@ def handlers() -> typing.Iterator[None]:
 
 def python(*args: str, **options: Any) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    return subprocess.run([sys.executable, *args], capture_output=True, text=True, cwd=ROOT, env=env, timeout=60, **options)
+    return subprocess.run(
+        [sys.executable, *args], capture_output=True, text=True, cwd=ROOT, env=env, timeout=60, **options
+    )
 
 
 def test_config_and_print_config_need_no_torch() -> None:
@@ -402,7 +430,9 @@ print("heavy:", heavy)
 def test_the_printed_config_is_a_config_and_its_reader_may_leave(tmp_path: Path) -> None:
     done = python("-m", "kamui_dist.train", "configs/llama_8b_hsdp.toml", "--print-config")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("# HSDP 2 x 8, 16 process(es): 8 micro-batch(es) a step, 128 sequences = 1,048,576 tokens a step\n")
+    assert done.stdout.startswith(
+        "# HSDP 2 x 8, 16 process(es): 8 micro-batch(es) a step, 128 sequences = 1,048,576 tokens a step\n"
+    )
     again, _ = load(write(tmp_path, done.stdout), [])
     assert again == load(ROOT / "configs/llama_8b_hsdp.toml", [])[0]
     reader, writer = os.pipe()

@@ -12,7 +12,7 @@ import torch
 from kamui_dist import distributed
 from kamui_dist.config import Config
 from kamui_dist.data import Loader
-from kamui_dist.shard_writer import ShardWriter
+from kamui_dist.prepare.shard_writer import ShardWriter
 from kamui_dist.shards import TokenDataset
 from kamui_dist.signals import StopRequest
 from kamui_dist.train import train
@@ -80,7 +80,7 @@ def test_a_resume_is_bitwise(shards: Path, tmp_path: Path) -> None:
     model = {"n_layers": 2, "n_heads": 4, "d_model": 128, "context_length": 128, "dropout": 0.1}
     constant = {"kind": "constant"}
     whole = run(shards, tmp_path / "a", run={**settings, "dir": str(tmp_path / "a")}, model=model, schedule=constant)
-    parts = {"model": model, "schedule": constant, "run": {**settings, "dir": str(tmp_path / "b")}}
+    parts: dict[str, dict] = {"model": model, "schedule": constant, "run": {**settings, "dir": str(tmp_path / "b")}}
     run(shards, tmp_path / "b", **parts, train={"steps": 7, "micro_batch": 8, "global_batch": 16})
     resumed = run(shards, tmp_path / "b", **parts)
     assert losses(resumed) == losses(whole)
@@ -88,7 +88,15 @@ def test_a_resume_is_bitwise(shards: Path, tmp_path: Path) -> None:
 
 
 def test_batches_arrive_on_the_device_as_they_were_read(shards: Path) -> None:
-    options = {"context_length": 128, "micro_batch": 4, "grad_accum_steps": 2, "rank": 0, "ranks": 1, "seed": 1, "first_sample": 0}
+    options = {
+        "context_length": 128,
+        "micro_batch": 4,
+        "grad_accum_steps": 2,
+        "rank": 0,
+        "ranks": 1,
+        "seed": 1,
+        "first_sample": 0,
+    }
     dataset = TokenDataset(str(shards))
     with (
         Loader(dataset, device=torch.device("cuda", 0), **options) as on_gpu,  # type: ignore[arg-type]
@@ -115,3 +123,26 @@ def test_a_step_reads_the_device_once(shards: Path, tmp_path: Path) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert distributed.gather_rows(loss, norm, 1.0, device=device) == [[1.0, 1.0, 1.0]]
+
+
+def test_an_asynchronous_copy_holds_the_values_before_the_update():
+    """Staging on CUDA: pinned buffers, a stream of its own, and the update waits for it. 20 rounds in the same buffers."""
+    from kamui_dist.staging import Staging
+
+    device = torch.device("cuda")
+    weight, buffer = torch.zeros(32 << 20, device=device), torch.zeros(8, device=device)
+    staging = Staging()
+    addresses = set()
+    for number in range(20):
+        weight.fill_(number)
+        buffer.fill_(number)
+        copies = staging.capture({"weight": weight, "buffer": buffer}, at_once={"buffer"})
+        buffer.add_(1)  # what a forward pass may do
+        staging.before_update()
+        weight.add_(1)
+        staging.finish()
+        assert bool((copies["weight"] == number).all())
+        assert bool((copies["buffer"] == number).all())
+        assert copies["weight"].is_pinned()
+        addresses.add(copies["weight"].data_ptr())
+    assert len(addresses) == 1

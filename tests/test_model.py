@@ -349,6 +349,7 @@ def test_dropout_is_on_in_training_only() -> None:
 # Types
 
 
+@pytest.mark.slow
 def test_bf16_by_autocast_and_by_weights_on_every_option() -> None:
     inputs, targets = tokens()
     for options in grid(

@@ -188,7 +188,9 @@ def test_lengths_that_do_not_fit() -> None:
     [line] = faults(train__steps=10, schedule__warmup=6, schedule__decay=5, schedule__kind="wsd")
     assert line == "schedule.warmup (6 steps) + schedule.decay (5) is longer than the run (10 steps); shorten it"
     assert "longer" in faults(schedule__warmup=0.9, schedule__decay=0.9, schedule__kind="wsd")[0]
-    assert faults(schedule__warmup=1.5) == ["schedule.warmup = 1.5 must be a whole number of steps, or a fraction below 1"]
+    assert faults(schedule__warmup=1.5) == [
+        "schedule.warmup = 1.5 must be a whole number of steps, or a fraction below 1"
+    ]
     assert "schedule.decay = 2.5" in faults(schedule__decay=2.5, schedule__kind="wsd")[0]
     # With epochs and data not yet known there is no length to compare with.
     assert plan(train__epochs=1, schedule__warmup=100).warmup_steps == 100
@@ -205,7 +207,10 @@ def test_lengths_that_do_not_fit() -> None:
         ({"model__n_heads": 6, "model__n_kv_heads": 4}, ("model.n_heads (6)", "model.n_kv_heads (4)")),
         ({"model__d_model": 18, "model__n_heads": 6, "model__position": "rope"}, ("model.position", "3")),
         ({"optim__lr": 1e-4, "schedule__min_lr": 1e-3}, ("schedule.min_lr (0.001)", "optim.lr (0.0001)")),
-        ({"schedule__kind": "wsd", "schedule__decay_shape": "exponential"}, ("schedule.decay_shape", "schedule.min_lr")),
+        (
+            {"schedule__kind": "wsd", "schedule__decay_shape": "exponential"},
+            ("schedule.decay_shape", "schedule.min_lr"),
+        ),
         ({"eval__patience": 3}, ("eval.patience = 3", "data.val_path")),
     ],
 )
@@ -216,7 +221,13 @@ def test_contradictions(overrides: dict[str, Any], parts: tuple[str, ...]) -> No
 
 def test_all_contradictions_at_once_and_what_is_none() -> None:
     found = faults(
-        4, train__global_batch=4, train__steps=3, schedule__warmup=5, model__n_heads=5, optim__lr=0.0, schedule__min_lr=1.0
+        4,
+        train__global_batch=4,
+        train__steps=3,
+        schedule__warmup=5,
+        model__n_heads=5,
+        optim__lr=0.0,
+        schedule__min_lr=1.0,
     )
     assert len(found) == 4
     assert plan(model__factory="a:b", model__n_heads=5).strategy == "single", "a factory reads [model] as it likes"

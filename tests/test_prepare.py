@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kamui_dist
-from kamui_dist import corpus
 from kamui_dist.cli import main
 from kamui_dist.data import TokenDataset
 from kamui_dist.errors import UserError
+from kamui_dist.prepare import corpus
 from kamui_dist.tokenizer import BytesTokenizer, JsonTokenizer, load, train_bpe
+from tests.corpora import AUSTEN, all_bytes, docs, fails, many, run, text_files
 
-AUSTEN = Path(__file__).parents[1] / "data" / "austen"
 SAMPLE = "It is a truth universally acknowledged,\n\n  that a single man -- é 日本 🎉 \t\x00 <|endoftext|> must"
 
 
@@ -31,53 +31,6 @@ def bpe(tmp_path_factory) -> Path:
     text = (AUSTEN / "persuasion.txt").read_text()[:100_000]
     train_bpe(iter([text]), 500).save(path)
     return path
-
-
-def text_files(directory: Path, texts: dict[str, str]) -> Path:
-    for name, text in texts.items():
-        (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_bytes(text.encode())
-    return directory
-
-
-def many(n: int) -> dict[str, str]:
-    return {f"{i:03d}.txt": f"document number {i}\n" * (1 + i % 3) for i in range(n)}
-
-
-def run(*words: object) -> int:
-    return main([str(word) for word in words])
-
-
-def fails(capsys, *words: object) -> str:
-    """The one line that a failing command says."""
-    capsys.readouterr()
-    assert run(*words) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    return str(err)
-
-
-def stream(part: Path) -> np.ndarray:
-    dataset = TokenDataset(part)
-    return np.concatenate(
-        [np.fromfile(part / shard["file"], dtype=dataset.dtype) for shard in dataset.header["shards"]]
-    ).astype(np.int64)
-
-
-def docs(part: Path) -> list[str]:
-    """The documents of a prepared directory, from its tokens alone."""
-    dataset = TokenDataset(part)
-    tokenizer, ids = load(dataset.tokenizer), stream(part)
-    ends = np.flatnonzero(ids == dataset.separator)
-    assert ends[-1] == len(ids) - 1
-    assert dataset.documents == len(ends)
-    return [tokenizer.decode(part_ids[:-1]) for part_ids in np.split(ids, ends + 1)[:-1]]
-
-
-def all_bytes(directory: Path) -> dict[str, bytes]:
-    return {str(f.relative_to(directory)): f.read_bytes() for f in sorted(directory.rglob("*")) if f.is_file()}
 
 
 # ---- tokenizers
@@ -201,7 +154,7 @@ def test_documents_separators_and_header(tmp_path, bpe, capsys):  # C11
     header = json.loads((out / "train" / "dataset.json").read_text())
     assert header["dtype"] == "uint16"
     assert header["text_bytes"] == sum(len(texts[n].encode()) for n in ("a.md", "b.txt", "sub/c.txt"))
-    assert [source["file"] for source in header["sources"]] == ["in/a.md", "in/b.txt", "in/sub/c.txt"]
+    assert [source["name"] for source in header["sources"]] == ["in/a.md", "in/b.txt", "in/sub/c.txt"]
     assert header["tokenizer"] == {"name": "tokenizer.json", "fingerprint": load(bpe).fingerprint}
     assert (header["seed"], header["split"]) == (0, None)
     assert load(out).fingerprint == load(bpe).fingerprint
@@ -330,11 +283,11 @@ def test_killed_while_it_writes(tmp_path, capsys):
     # SIGSTOP in the middle makes the moment of the kill certain.
     code = """
 import os, signal, sys
-from kamui_dist import shard_writer
+from kamui_dist.prepare import shard_writer
 from kamui_dist.cli import main
 write = shard_writer.ShardWriter.write
-def slow(self, ids):
-    write(self, ids)
+def slow(self, *args):
+    write(self, *args)
     if self.tokens > 200_000:
         os.kill(os.getpid(), signal.SIGSTOP)
 shard_writer.ShardWriter.write = slow
@@ -397,12 +350,12 @@ def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, capsys, monkeypatch)
     assert f"no such file or directory: {tmp_path}/none.txt" in fails(capsys, "prepare", "none.txt", *options)
     assert "a.txt is among the inputs twice" in fails(capsys, "prepare", inputs, "in/a.txt", *options)
     text_files(tmp_path / "other", {"x.bin": "x", "y.txt": ""})
-    assert "x.bin is not a .txt or .md file" in fails(capsys, "prepare", "other/x.bin", *options)
+    assert "x.bin is of no known kind (.txt, .md, .jsonl" in fails(capsys, "prepare", "other/x.bin", *options)
     assert "the inputs are empty" in fails(capsys, "prepare", "other", *options)
     (tmp_path / "other" / "y.txt").write_text(" \n\t\n")
     assert "nothing but white space" in fails(capsys, "prepare", "other", *options)
     (tmp_path / "other" / "y.txt").unlink()
-    assert f"no .txt or .md file in {tmp_path}/other" in fails(capsys, "prepare", "other", *options)
+    assert f".jsonl.zst, .parquet) in {tmp_path}/other" in fails(capsys, "prepare", "other", *options)
     assert "--val-fraction 1.0" in fails(capsys, "prepare", "in", *options, "--val-fraction", 1)
     assert re.search(
         "1 document came into the val split.*--split", fails(capsys, "prepare", "in", *options, "--val-fraction", 0.1)

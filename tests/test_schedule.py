@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ SHAPES = ["linear", "cosine", "sqrt", "exponential"]
 
 def rates(total: int, upto: int | None = None, **options: Any) -> list[float]:
     """Of updates 1, 2, ..."""
-    given = {"kind": "cosine", "peak": 1e-3, "floor": 0.0, "warmup": 0, **options}
+    given: dict[str, Any] = {"kind": "cosine", "peak": 1e-3, "floor": 0.0, "warmup": 0, **options}
     return [lr_at(step, total=total, **given) for step in range(upto or total)]
 
 
@@ -70,7 +69,15 @@ def test_cosine_reaches_its_floor_and_counts_from_the_end_of_warmup() -> None:
 def test_past_the_end() -> None:
     """D08; A09: the multiplier never goes below the floor."""
     for kind, shape in itertools.product(KINDS, SHAPES):
-        options = {"kind": kind, "decay_shape": shape, "decay": 5, "warmup": 3, "floor": 1e-4, "total": 20, "peak": 1e-3}
+        options: dict[str, Any] = {
+            "kind": kind,
+            "decay_shape": shape,
+            "decay": 5,
+            "warmup": 3,
+            "floor": 1e-4,
+            "total": 20,
+            "peak": 1e-3,
+        }
         for step in (20, 39, 199, 10**12):
             assert lr_at(step, **options) == (1e-3 if kind == "constant" else 1e-4)
     assert min(rates(5, upto=40, warmup=1, floor=1e-4)) == 1e-4
@@ -165,15 +172,21 @@ def test_draw() -> None:
 
 
 @pytest.fixture
-def toml(tmp_path: Path) -> Iterator[Path]:
+def toml(tmp_path: Path) -> Path:
     path = tmp_path / "given.toml"
-    path.write_text('[optim]\nlr = 0.1\n[schedule]\nkind = "wsd"\ndecay_shape = "linear"\nwarmup = 4\ndecay = 4\n[train]\nsteps = 10\n')
-    yield path
+    path.write_text(
+        '[optim]\nlr = 0.1\n[schedule]\nkind = "wsd"\ndecay_shape = "linear"\nwarmup = 4\ndecay = 4\n[train]\nsteps = 10\n'
+    )
+    return path
 
 
 @pytest.mark.usefixtures("handlers")
-@pytest.mark.parametrize("more", [[], ["schedule.kind=cosine", "schedule.min_lr=1e-3"], ["schedule.warmup=0", "train.steps=1"]])
-def test_print_schedule_prints_what_the_loop_uses(toml: Path, more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "more", [[], ["schedule.kind=cosine", "schedule.min_lr=1e-3"], ["schedule.warmup=0", "train.steps=1"]]
+)
+def test_print_schedule_prints_what_the_loop_uses(
+    toml: Path, more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     if "train.steps=1" in more:
         more = [*more, "schedule.decay=0"]
     with pytest.raises(SystemExit) as ended:

@@ -16,20 +16,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kamui_dist import checkpoint, distributed, metrics, parallel, train
+from kamui_dist import checkpoint, distributed, metrics, parallel, rundir, train
 from kamui_dist.config import Config
 from kamui_dist.data import Loader, global_batch
-from kamui_dist.shard_writer import ShardWriter
+from kamui_dist.prepare.shard_writer import ShardWriter
 from kamui_dist.shards import TokenDataset
 from kamui_dist.signals import StopRequest
 
 T = 8
 VOCAB = 65
+LAST_MODEL: list[nn.Module] = []  # of the last `run` in this process
 SENTINEL = 64  # never in the data unless asked for
-TIMES = {"time", "tokens_per_sec", "mfu", "step_seconds", "data_seconds", "peak_memory_gib", "save_seconds", "eval_seconds"}
+TIMES = {
+    "time",
+    "tokens_per_sec",
+    "mfu",
+    "step_seconds",
+    "data_seconds",
+    "peak_memory_gib",
+    "save_seconds",
+    "stall_seconds",
+    "write_seconds",
+    "check_seconds",
+    "mb_per_second",
+    "eval_seconds",
+}
 
 
-def write_data(directory: Path, windows: int = 64, seed: int = 0, sentinels: tuple[int, ...] = (), length: int = T) -> Path:
+def write_data(
+    directory: Path, windows: int = 64, seed: int = 0, sentinels: tuple[int, ...] = (), length: int = T
+) -> Path:
     """A traced data set: window w begins with the tokens (w mod 64, w div 64), so that a batch tells its windows."""
     tokens = np.random.default_rng(seed).integers(0, 64, windows * length + 1)
     tokens[: windows * length : length] = np.arange(windows) % 64
@@ -95,11 +111,23 @@ def _changed(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 def run(cfg: Config, stop: StopRequest | None = None, loader: type[Loader] = Loader) -> int:
     """The real loop, to the end, on the process group that is there (or none), which is left as it was."""
+    build = parallel.parallelize
+
+    def remember(*args: Any) -> nn.Module:
+        LAST_MODEL[:] = [build(*args)]
+        return LAST_MODEL[0]
+
     here = _changed(
-        (distributed, "start", lambda *_: None), (distributed, "stop", lambda: None), (train, "Loader", loader)
+        (distributed, "start", lambda *_: None),
+        (distributed, "stop", lambda: None),
+        (train, "Loader", loader),
+        (parallel, "parallelize", remember),
     )
     with here:
-        return train.train(cfg, stop or StopRequest())
+        try:
+            return train.train(cfg, stop or StopRequest())
+        finally:
+            rundir.release()  # as main() does it
 
 
 class Tracing(Loader):
@@ -107,9 +135,14 @@ class Tracing(Loader):
 
     seen: list[list[int]] = []  # noqa: RUF012
 
-    def next(self) -> list[tuple[Tensor, Tensor]]:
+    def next(self) -> list[tuple[Tensor, ...]]:
         micro_batches = super().next()
-        rows = [(x[0], x[1]) for inputs, y in micro_batches for x, y_ in zip(inputs, y, strict=True) if (y_ != -100).any()]
+        rows = [
+            (x[0], x[1])
+            for inputs, y, *_ in micro_batches
+            for x, y_ in zip(inputs, y, strict=True)
+            if (y_ != -100).any()
+        ]
         Tracing.seen.append([int(a) + 64 * int(b) for a, b in rows])
         return micro_batches
 
@@ -120,7 +153,7 @@ def acting(at: int, action: Any, only_rank: int | None = None) -> type[Loader]:
     class Acting(Tracing):
         calls = 0
 
-        def next(self) -> list[tuple[Tensor, Tensor]]:
+        def next(self) -> list[tuple[Tensor, ...]]:
             self.calls += 1
             if self.calls == at and only_rank in (None, distributed.rank()):
                 action()
@@ -131,6 +164,28 @@ def acting(at: int, action: Any, only_rank: int | None = None) -> type[Loader]:
 
 def signalling(at: int, number: signal.Signals, only_rank: int | None = None) -> type[Loader]:
     return acting(at, lambda: os.kill(os.getpid(), number), only_rank)
+
+
+HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
+
+
+@contextlib.contextmanager
+def handlers() -> Iterator[StopRequest]:
+    """The product's signal handlers, for a while."""
+    before = {number: signal.getsignal(number) for number in HEARD}
+    try:
+        yield StopRequest().install()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_and_trace(cfg: Config, loader: type[Loader] = Tracing) -> tuple[int, list[list[int]]]:
+    """`run` with real signal handlers: the exit code, and the windows that this rank was given, step by step."""
+    Tracing.seen = []
+    with handlers() as stop:
+        code = run(cfg, stop, loader)
+    return code, Tracing.seen
 
 
 def records(run_dir: Path | str, kind: str = "step", *, timeless: bool = True) -> list[dict[str, Any]]:
@@ -196,6 +251,12 @@ class LSTM(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum")
 
 
+def lstm_per_rank(cfg: Any) -> nn.Module:
+    """A factory that forgets the seed: every rank makes other weights."""
+    torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
+    return LSTM(cfg)
+
+
 def lstm(cfg: Any) -> nn.Module:
     return LSTM(cfg)
 
@@ -225,4 +286,6 @@ class Trap(nn.Module):
 
 
 def trap(cfg: Any) -> nn.Module:
+    if "truncate" in cfg.factory_args and distributed.rank() == 0:  # after the data were opened, before they are read
+        os.truncate(*cfg.factory_args["truncate"])
     return Trap(cfg)

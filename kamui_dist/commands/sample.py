@@ -1,6 +1,6 @@
 """Lets a trained model write: continues a prompt with text drawn from the newest checkpoint of a run.
 
-  kamui-dist sample runs/austen_tiny --prompt "It was a truth" --max-tokens 200
+kamui-dist sample runs/austen_tiny --prompt "It was a truth" --max-tokens 200
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run directory, or one checkpoint in it")
     parser.add_argument("--prompt", default="", help="text to continue (default: the beginning of a document)")
     parser.add_argument("--max-tokens", type=int, default=200, help="tokens to draw at most (default: 200)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="below 1 safer, above 1 wilder, 0: the likeliest")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="below 1 safer, above 1 wilder, 0: the likeliest"
+    )
     parser.add_argument("--top-k", type=int, default=200, help="draw from so many likeliest tokens; 0: from all")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens of this probability")
     parser.add_argument("--samples", type=int, default=1, help="texts to write")
@@ -49,8 +51,12 @@ def run(args: argparse.Namespace) -> int:
     own = found.path.parent.parent / "tokenizer.json"
     words = tokenizer.load(own if own.exists() else "bytes")
     if words.vocab_size > (cfg.model.vocab_size or 0):
-        raise UserError(f"{own} is missing or not this run's: {words.vocab_size} ids, the model has {cfg.model.vocab_size}")
-    one = cfg.model_copy(update={"parallel": type(cfg.parallel)(), "train": cfg.train.model_copy(update={"global_batch": None})})
+        raise UserError(
+            f"{own} is missing or not this run's: {words.vocab_size} ids, the model has {cfg.model.vocab_size}"
+        )
+    one = cfg.model_copy(
+        update={"parallel": type(cfg.parallel)(), "train": cfg.train.model_copy(update={"global_batch": None})}
+    )
     model = parallel.parallelize(start.build_model(cfg), one, make_plan(one, 1, windows=1), None, device).eval()
     checkpoint.load_weights(found, model)
 

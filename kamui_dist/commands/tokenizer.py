@@ -1,6 +1,6 @@
-"""Trains a byte-level BPE tokenizer on text files and writes it as a tokenizer.json, which `kamui-dist prepare` and the
-Hugging Face libraries read. Every text comes back exactly; <|endoftext|> separates documents. The same text gives the
-same file.
+"""Trains a byte-level BPE tokenizer on text (the inputs of `kamui-dist prepare`) and writes it as a tokenizer.json, which
+`kamui-dist prepare` and the Hugging Face libraries read. Every text comes back exactly; <|endoftext|> separates
+documents. The same text gives the same file.
 
   kamui-dist tokenizer data/austen --vocab-size 4096 --out data/austen.json
 """
@@ -11,7 +11,6 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from kamui_dist.errors import UserError
@@ -20,15 +19,21 @@ _SMALLEST = 257  # 256 bytes and the separator
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="a .txt or .md file, or a directory of them")
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, a directory, or a quoted pattern")
     parser.add_argument("--vocab-size", type=int, default=4096, help="number of token ids (default: 4096)")
     parser.add_argument("--out", required=True, metavar="FILE", help="the tokenizer.json to write")
+    parser.add_argument(
+        "--text-field", default="text", metavar="NAME", help="field of a record with its text (default: text)"
+    )
+    parser.add_argument(
+        "--suffix", action="append", default=[], metavar=".EXT", help="take such files as plain text too"
+    )
     parser.add_argument("--force", action="store_true", help="replace another tokenizer at --out")
 
 
 def run(args: argparse.Namespace) -> int:
     """Raises UserError for inputs that cannot be read, a vocabulary that is too small, or a different file at --out."""
-    from kamui_dist import corpus
+    from kamui_dist.prepare import corpus, encode
     from kamui_dist.tokenizer import load, train_bpe
 
     if not _SMALLEST <= args.vocab_size <= 1 << 24:
@@ -37,22 +42,16 @@ def run(args: argparse.Namespace) -> int:
     if out.is_dir():
         raise UserError(f"--out {out} is a directory; name a file in it: {out / 'tokenizer.json'}")
     start = time.monotonic()
-    sources = corpus.find(args.inputs)
-
-    def texts() -> Iterator[str]:
-        for source in sources:
-            for document in corpus.documents(source, None, 0):
-                yield from corpus.pieces(document)
+    sources = corpus.find(args.inputs, args.suffix)
+    reading = encode.Reading(text_field=args.text_field)
 
     try:
         if sum(source.bytes for source in sources) == 0:
             raise UserError("the inputs are empty")
-        # The scan for invalid UTF-8 stands before the training, since an error inside the library's iterator is
-        # wrapped.
-        for source in sources:
-            for _ in corpus.documents(source, None, 0):
-                pass
-        trained = train_bpe(texts(), args.vocab_size)
+        # Read once before the training, since an error inside the library's iterator is wrapped.
+        for _ in encode.texts(sources, reading):
+            pass
+        trained = train_bpe(encode.texts(sources, reading), args.vocab_size)
         if out.exists() and not args.force:
             if load(out).fingerprint != trained.fingerprint:
                 raise UserError(f"{out} is another tokenizer; --force replaces it, or choose another --out")

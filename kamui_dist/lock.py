@@ -1,0 +1,235 @@
+"""One writer to a run directory. Imports no torch.
+
+    RUN/.lock        locked through the kernel (fcntl) as long as the holder lives, where the file system can do that
+    RUN/lock.json    who holds it; touched every few seconds, so that other machines see that the holder lives
+
+A lock that was left behind must not keep a run from going on, and a second start must not write into a run that is alive:
+- the kernel's lock is held: somebody lives;
+- the same machine: the process is there, with the same start time (numbers are used again), or it is not;
+- another machine: its file is touched, or has not been for STALE_SECONDS. In between, the second start watches the file;
+- the same torchrun (a restart in place), or the same job requeued: what held the lock is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import platform
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from kamui_dist import job
+from kamui_dist.errors import UserError
+from kamui_dist.files import write_json
+
+TOUCH_SECONDS = 10.0
+STALE_SECONDS = 120.0
+DYING_SECONDS = 3.0
+
+_NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+
+
+class Lock:
+    """Held from the constructor until `release`, or until the process dies.
+
+    Raises UserError, saying who holds it, if another process lives that does; OSError if the directory cannot be written.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / "lock.json"
+        self.handle = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        self.token = uuid.uuid4().hex
+        try:
+            kernel = _acquire(run_dir, self.path, self.handle)
+            write_json(self.path, {**_me(), "token": self.token, "taken": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+            if kernel is None:  # two that found it free at once: the later file counts
+                time.sleep(1.0)
+                if (_read(self.path) or {}).get("token") != self.token:
+                    raise UserError(_told(run_dir, _read(self.path)))
+        except BaseException:
+            os.close(self.handle)
+            raise
+        self.released = threading.Event()
+        self.thread = threading.Thread(target=self._touch, name="kamui-lock", daemon=True)
+        self.thread.start()
+
+    def release(self) -> None:
+        """May be called again."""
+        if self.released.is_set():
+            return
+        self.released.set()
+        self.thread.join(5)
+        if (_read(self.path) or {}).get("token") == self.token:
+            self.path.unlink(missing_ok=True)
+        os.close(self.handle)  # frees the kernel's lock; the file stays, or two could lock two files of one name
+
+    def _touch(self) -> None:
+        while not self.released.wait(TOUCH_SECONDS):
+            found = _read(self.path)
+            if found is not None and found.get("token") != self.token and not self.released.is_set():
+                # This process was taken for dead (asleep, or cut off from the file system). The other one has the run now.
+                print(f"error: {_told(self.path.parent, found)}; this process ends", file=sys.stderr, flush=True)
+                os._exit(1)
+            with contextlib.suppress(OSError):
+                os.utime(self.path)
+
+
+def refuse_if_held(run_dir: Path) -> None:
+    """Raises UserError if a living process surely holds the lock. Takes nothing, changes nothing, waits for nothing."""
+    holder = _read(run_dir / "lock.json")
+    if holder is not None and _lives_here(holder) and not _is_over(holder):
+        raise UserError(_told(run_dir, holder))
+
+
+def held_by_other(run_dir: Path) -> bool:
+    """Whether a living process of this machine holds the lock, and belongs to another start than this one."""
+    try:
+        refuse_if_held(run_dir)
+    except UserError:
+        holder = _read(run_dir / "lock.json") or {}
+        return not holder.get("torchrun") or holder["torchrun"] != job.torchrun()
+    return False
+
+
+def _me() -> dict[str, Any]:
+    name, requeued = job.incarnation()
+    return {"host": platform.node(), "machine": _machine(), "pid": os.getpid(), "process_started": _process_start(os.getpid()),
+            "job": name, "requeued": requeued, "torchrun": job.torchrun(), "restarts": job.restarts()}  # fmt: skip
+
+
+def _acquire(run_dir: Path, path: Path, handle: int) -> bool | None:
+    """As `_lock`, but for False: UserError. A process that was just killed needs a moment to let go of what it holds."""
+    end = time.monotonic() + DYING_SECONDS
+    while True:
+        try:
+            kernel = _lock(handle)
+            if kernel is False:
+                raise UserError(_told(run_dir, _read(path)))
+            _wait_for_the_dead(run_dir, path, handle)
+            return kernel
+        except UserError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(0.1)
+
+
+def _wait_for_the_dead(run_dir: Path, path: Path, handle: int) -> None:
+    """Returns when nobody holds the lock any more; raises UserError as soon as it is sure that somebody does."""
+    told = False
+    touched: float | None = None
+    while (holder := _read(path)) is not None and not _is_over(holder):
+        if holder.get("machine") == _machine():
+            if _lives_here(holder):
+                raise UserError(_told(run_dir, holder))
+            return
+        try:
+            with path.open() as file:  # opened, and not only asked for: NFS looks again then
+                seen = os.fstat(file.fileno()).st_mtime
+        except FileNotFoundError:
+            return
+        os.utime(handle)  # the clock of the file system, which is the one that `seen` was read from
+        age = os.fstat(handle).st_mtime - seen
+        if touched is not None and seen != touched:
+            raise UserError(_told(run_dir, holder))
+        if age > STALE_SECONDS:
+            return
+        touched = seen
+        if not told:
+            told = True
+            wait = STALE_SECONDS - max(0.0, age)
+            print(
+                f"{_told(run_dir, holder)}; waiting up to {wait:.0f} s to see whether it lives",
+                file=sys.stderr,
+                flush=True,
+            )
+        time.sleep(min(1.0, TOUCH_SECONDS / 4))
+
+
+def _is_over(holder: dict[str, Any]) -> bool:
+    """A holder that cannot live, whatever its file says, for this process would not have been started."""
+    name, requeued = job.incarnation()
+    if name and holder.get("job") == name and int(holder.get("requeued") or 0) < requeued:
+        return True
+    if holder.get("pid") == os.getpid() and holder.get("process_started") == _process_start(os.getpid()):
+        return holder.get("machine") == _machine()  # this very process, in an earlier run
+    same = bool(job.torchrun()) and holder.get("torchrun") == job.torchrun()
+    # Restarts are counted by each node for itself, so that after a failure the number can be the same.
+    return same and not _lives_here(holder)
+
+
+def _lives_here(holder: dict[str, Any]) -> bool:
+    """False for a process of another machine, too."""
+    pid = holder.get("pid")
+    if holder.get("machine") != _machine() or not isinstance(pid, int):
+        return False
+    started = _process_start(pid)
+    return started is not None and started == holder.get("process_started")
+
+
+def _told(run_dir: Path, holder: dict[str, Any] | None) -> str:
+    if holder is None:
+        return f"run.dir: {run_dir} is in use by another process; stop that one, or choose another run.dir"
+    work = f", job {holder['job']}" if holder.get("job") else ""
+    return (
+        f"run.dir: {run_dir} is in use by process {holder.get('pid')} on {holder.get('host')}{work}, since "
+        f"{holder.get('taken')}; stop that one, or choose another run.dir"
+    )
+
+
+def _lock(handle: int) -> bool | None:
+    """True: the kernel's lock is ours. False: another process has it. None: this file system has no locks.
+
+    fcntl's and not flock: it is not inherited by children, which may outlive a killed trainer."""
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NO_LOCKS_HERE:
+            return None
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        raise
+    return True
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _machine() -> str:
+    """Where a process number means something: this boot of this machine, and this container."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return platform.node()
+
+
+def _process_start(pid: int) -> int | None:
+    """In clock ticks since boot; None if there is no such process, or it is dead and only not yet waited for."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None if Path("/proc/self/stat").exists() else _is_there(pid)
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _is_there(pid: int) -> int | None:
+    """Without /proc: all that can be asked."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        return 0
+    return 0

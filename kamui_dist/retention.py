@@ -1,0 +1,113 @@
+"""Which checkpoints stay, which are deleted, and whether there is room for the next one.
+
+checkpoints/step-00001000.pinned   beside the checkpoint: it is never deleted. Made and removed by hand as well
+                                   (`kamui-dist inspect pin`); it survives when the step is saved again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from kamui_dist import distributed
+from kamui_dist.manifest import CheckpointError, check_sizes, open_checkpoint, remove, step_directories
+
+_SLACK = 1 << 20  # of a checkpoint's size, for its manifest and what the file system keeps for itself
+
+
+def pin_file(checkpoint: Path) -> Path:
+    return checkpoint.with_name(f"{checkpoint.name}.pinned")
+
+
+def best_step(directory: Path) -> int | None:
+    """The step that best.json names: of what was saved, the best by validation loss. None without a readable one."""
+    try:
+        step = json.loads((directory / "best.json").read_text(encoding="utf-8"))["step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return step if type(step) is int else None
+
+
+def prune(directory: Path, keep: int, keep_every: int, protect: set[int]) -> list[int]:
+    """Deletes old checkpoints on rank 0 and returns their steps (none on other ranks). Not collective.
+
+    Kept: the newest `keep` (0: all), multiples of `keep_every` (0: none), `protect`, and pinned ones. One whose manifest
+    or sizes are wrong counts for nothing: it takes no place among the newest, and it is not deleted. A failure is only
+    warned of.
+    """
+    if not distributed.is_main() or keep == 0:
+        return []
+    removed = []
+    for step, path in [(step, path) for step, path in step_directories(directory) if whole(path)][:-keep]:
+        if step in protect or (keep_every and step % keep_every == 0) or pin_file(path).exists():
+            continue
+        doomed = path.with_name(f".tmp-pruned-{path.name}")  # never half of one under a published name
+        try:
+            remove(doomed)
+            path.rename(doomed)
+            removed.append(step)
+            remove(doomed)
+        except OSError as error:
+            print(f"warning: old checkpoint {path} was not removed: {error}", file=sys.stderr, flush=True)
+    return removed
+
+
+def whole(path: Path) -> bool:
+    """Whether manifest, names and sizes are right; nothing is hashed."""
+    try:
+        check_sizes(open_checkpoint(path))
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
+def free_bytes(directory: Path) -> int:
+    """What this user may still write where `directory` is or will be. If nobody can say, a lot: the save itself will tell."""
+    try:
+        while not directory.exists():
+            directory = directory.parent
+        found = os.statvfs(directory)
+    except OSError:
+        return 1 << 62
+    return found.f_bavail * found.f_frsize
+
+
+def needed_bytes(checkpoint_bytes: int) -> int:
+    """Free space without which a save of this size is not begun: 2 % and 1 MiB more."""
+    return checkpoint_bytes + checkpoint_bytes // 50 + _SLACK
+
+
+def what_to_free(directory: Path) -> str:
+    """The largest things below the run directory that a user could do without, for a message."""
+    held = []
+    if size := directory_bytes(directory / "quarantine"):
+        held.append(f"{directory / 'quarantine'} ({mebibytes(size)}: damaged ones, kept only for you to look at)")
+    steps = step_directories(directory)
+    if older := steps[:-1]:
+        size = sum(directory_bytes(path) for _, path in older)
+        numbers = ", ".join(str(step) for step, _ in older[:5]) + (", ..." if len(older) > 5 else "")
+        pinned = sum(pin_file(path).exists() for _, path in older)
+        held.append(
+            f"checkpoints older than the newest ({mebibytes(size)}: steps {numbers}; {pinned} pinned; fewer are kept with a "
+            "lower checkpoint.keep)"
+        )
+    held.append(f"whatever else fills the file system of {directory.absolute()}")
+    return "; ".join(held)
+
+
+def directory_bytes(directory: Path) -> int:
+    """Of all regular files below; what vanishes meanwhile counts nothing."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            try:
+                total += os.lstat(Path(folder) / name).st_size
+            except OSError:
+                continue
+    return total
+
+
+def mebibytes(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 10 << 30 else f"{size / 2**20:.1f} MiB"

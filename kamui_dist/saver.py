@@ -1,0 +1,243 @@
+"""From a step to its checkpoint on disk: is the state good, is there room, write it (aside if asked), delete older ones.
+
+    if saver.due(state, improved, healthy):
+        stop = saver.save(state, final)        why the run must stop, if it must
+    saver.poll(codes)                          once a step, before the update: what was written aside is published
+
+Every method but `code` and `seconds` is collective: all ranks call it at the same step. A save that fails for want of
+storage costs that checkpoint, not the run; only the last one of a run must succeed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kamui_dist import checkpoint, distributed, health, parallel, retention, rundir
+from kamui_dist.checkpoint import Checkpoint, CheckpointError
+from kamui_dist.config import Config
+from kamui_dist.files import FULL
+from kamui_dist.metrics import Metrics
+from kamui_dist.plan import Plan
+from kamui_dist.precision import LossScaler
+from kamui_dist.staging import Staging
+from kamui_dist.state import State
+from kamui_dist.storage import checkpoint_group, planned
+from kamui_dist.tensors import buffer_names, local_part, training_tensors
+from kamui_dist.watch import Finding, Watch
+
+
+@dataclass
+class _Job:
+    """One save, from its step to its end. `thread` only if it is written aside."""
+
+    state: State
+    body: dict[str, Any]
+    began: float
+    check_seconds: float
+    stall_seconds: float = 0.0
+    write_seconds: float = 0.0
+    saved: Checkpoint | None = None
+    error: BaseException | None = None
+    thread: threading.Thread | None = None
+
+    @property
+    def code(self) -> int:
+        """0 being written, 1 saved, 2 the storage failed, 3 something else did."""
+        if self.thread is not None and self.thread.is_alive():
+            return 0
+        if self.error is None:
+            return 1
+        return 2 if isinstance(self.error, CheckpointError) and self.error.errnos else 3
+
+
+class Saver:
+    """Owns what lives between two saves: the one in flight, its copies in host memory, what the last one measured.
+
+    watch, scaler: their state goes into the checkpoint. facts: JSON values that are the same at every save of this run.
+    """
+
+    def __init__(
+        self, run_dir: Path, cfg: Config, plan: Plan, module: nn.Module, optimizer: torch.optim.Optimizer,
+        watch: Watch, scaler: LossScaler, metrics: Metrics, facts: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self.run_dir, self.cfg, self.plan, self.metrics, self.facts = run_dir, cfg, plan, metrics, facts
+        self.directory = run_dir / "checkpoints"
+        self.module, self.optimizer, self.watch, self.scaler = module, optimizer, watch, scaler
+        self._job: _Job | None = None  # in flight
+        self._staging = Staging()
+        self._mine: set[str] = set()  # names of what this rank writes, of tensors with this signature
+        self._signature = ""
+        self._owed = False
+        self._bytes = 0  # of the last checkpoint
+        self._seconds = 0.0
+        self._check_seconds = 0.0
+        checkpoint_group()  # made by all ranks, here: never in a thread
+
+    @property
+    def seconds(self) -> float:
+        """How long a save that is waited for would take now, as far as is known: for deadlines."""
+        return self._seconds * (1 if self._job is None else 2)
+
+    def due(self, state: State, improved: bool, healthy: bool) -> bool:
+        """Whether to save now. After a step whose update was skipped a checkpoint that is due waits for a healthy one."""
+        every, best = self.cfg.checkpoint.every, self.cfg.checkpoint.best
+        self._owed = self._owed or state.step % every == 0
+        return (self._owed and healthy) or (improved and best)
+
+    def save(self, state: State, final: bool = False) -> str:
+        """Saves the run as it is now. Returns "", or why it must stop: then nothing was saved. With checkpoint.async it
+        returns at once: `poll`, before the next update, waits until everything is copied.
+
+        final: nothing comes after it. It is waited for, tried even if there seems to be no room, and must succeed.
+        Raises CheckpointError, on every rank, if it failed for another reason than the storage, or is `final` and failed.
+        """
+        self._owed = False
+        began = time.perf_counter()
+        self.wait()
+        self.metrics.sync()
+        tensors = training_tensors(self.module, self.optimizer)
+        finding = self._examine(state.step, tensors, final)
+        if finding is not None:
+            self.metrics.findings([finding])
+            return f"checkpoint: {finding.kind}" if finding.action == "stop" else ""
+        body = {"state": state.to_dict(), "watch": self.watch.state(), "scaler": self.scaler.state(), **self.facts}
+        job = self._job = _Job(replace(state), body, began, self._check_seconds)
+        if final or not self.cfg.checkpoint.async_:
+            self._write(job, tensors, None)
+            job.stall_seconds = time.perf_counter() - began
+            self._settle(job, job.code, final)
+        else:
+            parts = {name: local_part(tensors[name]) for name in sorted(self._mine)}
+            copies = self._staging.capture(parts, at_once=buffer_names(self.module))
+            job.thread = threading.Thread(
+                target=self._write, args=(job, tensors, copies), name=f"save-{state.step}", daemon=True
+            )  # a daemon: after a crash of training nobody waits for what peers may never answer
+            job.thread.start()
+            job.stall_seconds = time.perf_counter() - began
+        return ""
+
+    def code(self) -> int:
+        """This rank's word for the step's packed reduction: 0 while it writes aside, else how that went (see _Job.code)."""
+        return 1 if self._job is None else self._job.code
+
+    def poll(self, codes: list[int]) -> None:
+        """`codes`: what `code` said on every rank in this step. Publishes what all have finished; lets the update begin.
+
+        Raises CheckpointError on every rank if a save failed for another reason than the storage.
+        """
+        held = self._staging.before_update()
+        if self._job is not None:
+            self._job.stall_seconds += held
+        if self._job is not None and min(codes) > 0:
+            self._settle(self._job, max(codes), final=False)
+
+    def wait(self) -> None:
+        """Until nothing is in flight; at the end of a run too. Raises as `poll`."""
+        if self._job is not None:
+            assert self._job.thread is not None
+            self._job.thread.join()
+            self._settle(self._job, max(distributed.gather_objects(self._job.code)), final=False)
+
+    def _write(self, job: _Job, tensors: dict[str, Tensor], copies: dict[str, Tensor] | None) -> None:
+        try:
+            if copies is not None:
+                self._staging.finish()
+            began = time.perf_counter()
+            job.saved = checkpoint.save(self.directory, job.state.step, tensors, job.body, copies)
+            job.write_seconds = time.perf_counter() - began
+        except BaseException as error:  # of a thread nobody else would hear
+            job.error = error
+
+    def _settle(self, job: _Job, code: int, final: bool) -> None:
+        """After the save, with the worst code of all ranks: publish what follows from it, or tell what went wrong."""
+        self._job = None
+        seconds = time.perf_counter() - job.began
+        if code == 1:
+            assert job.saved is not None
+            self._bytes = job.saved.bytes
+            self._seconds = job.write_seconds + job.check_seconds
+            if distributed.is_main():
+                self._publish(job.state, job.saved)
+            self.metrics.checkpoint(
+                job.state, seconds, stall_seconds=job.stall_seconds, write_seconds=job.write_seconds,
+                check_seconds=job.check_seconds, bytes=self._bytes,
+                mb_per_second=self._bytes / 1e6 / job.write_seconds, aside=job.thread is not None,
+            )  # fmt: skip
+            return
+        failed = job.error or CheckpointError(f"the checkpoint of step {job.state.step} failed on another rank")
+        if code == 2:
+            assert isinstance(failed, CheckpointError)
+            self.metrics.findings([self._storage_failed(job.state.step, failed, final)])
+        if code != 2 or final:
+            failed.agreed = True  # type: ignore[attr-defined]  # all ranks raise: rank 0 tells it for everybody
+            raise failed
+
+    def _publish(self, state: State, saved: Checkpoint) -> None:
+        """Rank 0. Older checkpoints go only once the new one is seen to be whole on the disk."""
+        try:
+            if retention.whole(saved.path):
+                rundir.published(self.run_dir, self.cfg, state)
+            else:
+                print(f"warning: {saved.path} is not whole: no older one is deleted", file=sys.stderr, flush=True)
+        except (OSError, ValueError) as error:  # ValueError: a best loss of infinity is no JSON
+            print(f"warning: after the checkpoint of step {state.step}: {error}", file=sys.stderr, flush=True)
+
+    def _examine(self, step: int, tensors: dict[str, Tensor], final: bool) -> Finding | None:
+        """What speaks against saving now; decided alike on all ranks. With checkpoint.async also learns who writes what."""
+        weights = parallel.local_weights(self.module)
+        began = time.perf_counter()
+        bad, sums = health.non_finite(weights), health.checksums(weights)
+        self._check_seconds = time.perf_counter() - began
+        parts = ((name, local_part(t).shape, t.shape, t.dtype) for name, t in tensors.items())
+        signature = hashlib.sha256(repr(list(parts)).encode()).hexdigest() if self.cfg.checkpoint.async_ else ""
+        room = retention.free_bytes(self.directory)
+        told = distributed.gather_objects((bad[:3], health.digest(sums), room, signature != self._signature))
+        if broken := {rank: names for rank, (names, *_) in enumerate(told) if names}:
+            return health.not_finite(step, broken)
+        groups = [[(rank, told[rank][1]) for rank in group] for group in parallel.replicas(self.plan)]
+        if any(len({digest for _, digest in group}) > 1 for group in groups):
+            everybody = distributed.gather_objects(sums)
+            names = [n for n in sums if any(len({everybody[r][n] for r, _ in g}) > 1 for g in groups if g)]
+            return health.divergence(step, groups, names, len(sums))
+        needed = retention.needed_bytes(self._bytes or sum(t.numel() * t.element_size() for t in tensors.values()))
+        room = min(told[rank][2] for rank in range(len(told)))
+        if room < needed and not final:
+            return self._no_room(step, room, needed)
+        if any(changed for *_, changed in told):
+            self._mine, self._signature = planned(tensors), signature
+        return None
+
+    def _no_room(self, step: int, room: int, needed: int) -> Finding:
+        return Finding(
+            "disk-full", step,
+            f"no checkpoint: it needs {retention.mebibytes(needed)}, {retention.mebibytes(room)} are free.",
+            f"the file system of {self.directory} is full, or a quota is used up.", self._advice(final=False), "warn",
+        )  # fmt: skip
+
+    def _storage_failed(self, step: int, error: CheckpointError, final: bool) -> Finding:
+        full = bool(FULL & set(error.errnos))
+        advice = self._advice(final) if full else f"see that {self.directory} can be written. {self._goes_on(final)}"
+        return Finding(
+            "disk-full" if full else "save-failed", step, f"{error}.",
+            "the file system is full, or a quota is used up." if full else "the storage, not this program.",
+            advice, "stop" if final else "warn",
+        )  # fmt: skip
+
+    def _advice(self, final: bool) -> str:
+        what = retention.what_to_free(self.directory) if distributed.is_main() else ""
+        return f"free some of: {what}. {self._goes_on(final)}"
+
+    def _goes_on(self, final: bool) -> str:
+        if final:
+            return "It was the last of this run: then start the same command again, which goes on from the one before."
+        every = self.cfg.checkpoint.every
+        return f"Training goes on, earlier checkpoints stay, the next try is at the next multiple of {every} steps."
