@@ -69,6 +69,12 @@ class StopRequest:
         return self.code
 
 
+def ignore() -> None:
+    """After the end: Python gives the handlers back while it exits, and a late request would kill a run that has ended well."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
 class Pace:
     """How long steps, saves and validations take on this rank, as far as a deadline has to know. Each rank compares its own pace
     with the deadline, and the first that finds it close stops all: so the slowest one counts.

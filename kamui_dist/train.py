@@ -24,7 +24,7 @@ if __name__ == "__main__":
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from kamui_dist import banner, distributed, optim, parallel, precision, rundir, sources, start
+from kamui_dist import banner, distributed, optim, parallel, precision, rundir, signals, sources, start
 from kamui_dist.config import Config
 from kamui_dist.data import Loader
 from kamui_dist.errors import EXIT_DIVERGED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
@@ -154,8 +154,7 @@ def train(cfg: Config, stop: StopRequest) -> int:
         total_targets = sum(r[1] for r in rows)
         mean_loss = sum(r[0] for r in rows) / total_targets if total_targets else math.nan
         unscale = plan.tokens_per_step / (total_targets * scaler.scale) if total_targets else math.nan
-        norm = max(r[2] for r in rows)
-        asked, data_seconds, memory = (max(r[k] for r in rows) for k in (3, 4, 5))
+        norm, asked, data_seconds, memory = (max(r[k] for r in rows) for k in (2, 3, 4, 5))
         lr = lr_at(
             step, kind=cfg.schedule.kind, peak=cfg.optim.lr, floor=cfg.schedule.min_lr, total=plan.steps,
             warmup=plan.warmup_steps, decay=plan.decay_steps, decay_shape=cfg.schedule.decay_shape,
@@ -241,6 +240,7 @@ def main() -> int:
             pdb.post_mortem(error.__traceback__)
         raise
     finally:
+        signals.ignore()
         gc.enable()
         rundir.release()
 

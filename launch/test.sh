@@ -5,4 +5,13 @@ set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 "$root/launch/install.sh" dev
 cd "$root"
-exec .venv/bin/python -m pytest -n "${TEST_WORKERS:-2}" --dist loadfile "$@"
+tests() { .venv/bin/python -m pytest -n "${TEST_WORKERS:-2}" --dist loadfile "$@"; }
+if (($#)); then
+  tests "$@"
+else
+  # The jobs of the real SLURM have deadlines: nothing else runs beside them.
+  code=0
+  tests -m "not slurm" || code=$?
+  TEST_WORKERS=0 tests -m slurm || code=$?
+  exit "$code"
+fi

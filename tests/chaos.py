@@ -46,7 +46,8 @@ from kamui_dist.metrics import read_records
 from kamui_dist.model import GPT
 
 ROOT = Path(__file__).parent.parent
-LAUNCH = f"{shlex.quote(sys.executable)} -m torch.distributed.run --standalone --nproc-per-node={{ranks}} -m kamui_dist.train {{config}}"
+TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node={ranks} -m kamui_dist.train {config}"
+LAUNCH = f"{shlex.quote(sys.executable)} {TORCHRUN}"
 EVERY, EVAL_EVERY = 5, 7  # steps between checkpoints, and validations
 
 # What happens, and when. A cycle of faults goes once through this in an order drawn from the seed.
@@ -72,7 +73,7 @@ class Paced(GPT):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         with contextlib.suppress(OSError, ValueError):
-            time.sleep(float(self.pace.read_text()))
+            time.sleep(float(Path(str(self.cfg.factory_args["pace"])).read_text()))
         return super().forward(*args, **kwargs)
 
 
@@ -80,9 +81,7 @@ def paced(cfg: Any) -> GPT:
     import torch
 
     with torch.device("meta"):
-        model = Paced(cfg)
-    model.pace = Path(cfg.factory_args["pace"])  # type: ignore[assignment]
-    return model
+        return Paced(cfg)
 
 
 # ---- processes
@@ -148,12 +147,10 @@ class Attempt:
         """rank -> pid; empty if none is there yet."""
         if not self._ranks or not all(Path(f"/proc/{pid}").exists() for pid in self._ranks.values()):
             self._ranks = {}
-            for pid, env in marked(self.mark + ".").items():
+            for pid, env in marked(self.mark).items():
                 with contextlib.suppress(OSError):
-                    if (
-                        env.get("RANK", "").isdecimal()
-                        and b"kamui_dist.train" in Path(f"/proc/{pid}/cmdline").read_bytes()
-                    ):
+                    words = Path(f"/proc/{pid}/cmdline").read_bytes()
+                    if env.get("RANK", "").isdecimal() and b"kamui_dist.train" in words:
                         self._ranks.setdefault(int(env["RANK"]), pid)
         return self._ranks
 
@@ -171,7 +168,7 @@ class Records:
         self.path = path
         self.inode = self.offset = 0
         self.starts: list[int] = []  # at which step each start went on
-        self.step = self.evaluated = 0
+        self.step = 0
 
     def poll(self) -> None:
         try:
@@ -195,8 +192,6 @@ class Records:
                     self.starts.append(record["step"])
                 elif record["kind"] == "step":
                     self.step = record["step"]
-                elif record["kind"] == "eval":
-                    self.evaluated = record["step"]
 
 
 def intact(run: Path) -> list[tuple[int, Path]]:
@@ -324,6 +319,7 @@ class Campaign:
         self.told: list[Fault] = []  # faults whose line waits for the next start to go on
         self.checks: list[Callable[[], None]] = []  # once the next start has gone on
         self.choice = random.Random(f"{options.seed}, settings")
+        self.known: list[int] = []  # processes of the attempt
         self.lenient = False  # the disk was full: a checkpoint may be missing
         self._new_round()
 
@@ -353,6 +349,7 @@ class Campaign:
             self.async_ = self.choice.random() < 0.5
             self.attempt = self.options.start(self.run, self.async_)
             self.resumed: int | None = None
+            self.known = []
         return self.attempt
 
     def _lock(self) -> int:
@@ -443,7 +440,7 @@ class Campaign:
 
     def kill_all(self, draw: random.Random) -> bool:
         assert self.attempt is not None
-        pids = sorted(marked(self.attempt.mark))
+        pids, self.known = self.known or sorted(marked(self.attempt.mark)), []
         draw.shuffle(pids)
         hit = [send(pid, signal.SIGKILL) for pid in pids]
         kill_marked(self.attempt.mark)
@@ -470,6 +467,8 @@ class Campaign:
                 time.sleep(draw.uniform(0.0, 0.6))
             return attempt
         attempt = self.loop()
+        self.known = sorted(marked(attempt.mark))  # looked up now: it takes longer than some moments last
+        attempt.ranks()
         step = self.records.step if self.records.step > (self.resumed or 0) else (self.resumed or 0)
         step += draw.randint(1, 12)
         self.until(lambda: self.records.step >= step)
@@ -668,27 +667,17 @@ class Campaign:
             path = self.run / "checkpoints" / name
             if not path.exists():
                 path.mkdir()
-                (path / "rank-00000.safetensors").write_bytes(draw.randbytes(draw.randint(0, 5000)))
+                (path / "chaos.safetensors").write_bytes(draw.randbytes(draw.randint(0, 5000)))
                 left.append(path)
         (self.run / ".metrics.jsonl.tmp").write_bytes(draw.randbytes(99))
         (self.run / ".status.json.tmp").write_bytes(b'{"outc')
 
         def check() -> None:
-            if there := [
-                path for path in left if (path / "rank-00000.safetensors").exists() and path.name not in self._saving()
-            ]:
-                self.problem(f"left where they were: {there}")
+            if there := [path.name for path in left if (path / "chaos.safetensors").exists()]:
+                self.problem(f"not removed at the start: {', '.join(there)}")
 
         self.checks.append(check)
         return f"{', '.join(path.name for path in left)} and two half files left behind"
-
-    def _saving(self) -> set[str]:
-        """Names that the attempt may have made itself since."""
-        return (
-            {f".tmp-step-{step:08d}" for step in range(self.records.step + EVERY + 1)}
-            if self.records.step > self.expected
-            else set()
-        )
 
     # -- a disk that fills
 
@@ -941,6 +930,10 @@ def chaos(args: argparse.Namespace) -> int:
                     finally:
                         problems += campaign.problems
                         survived += campaign.survived
+    except (KeyboardInterrupt, SystemExit):
+        kill_marked(options.mark)
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
     finally:
         kill_marked(options.mark)
     print(

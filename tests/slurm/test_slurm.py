@@ -22,7 +22,7 @@ from tests import tiny
 from tests.slurm.cases import CASES, Site
 from tests.slurm.cluster import Cluster, missing, records
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 20
 AT_A_TIME = 4
 
