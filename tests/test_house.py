@@ -213,3 +213,8 @@ def test_the_configs_name_only_scripts_that_exist() -> None:
     for path in (ROOT / "configs").glob("*.toml"):
         for script in re.findall(r"\./(launch/\w+\.sh)", path.read_text(encoding="utf-8")):
             assert (ROOT / script).is_file(), f"{path.name}: {script}"
+
+
+def test_every_file_is_on_the_map() -> None:
+    told = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    assert [name for name in SOURCES if name != "__init__" and f"`{name}.py`" not in told] == []
