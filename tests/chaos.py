@@ -1,7 +1,7 @@
 """Kills, stops, delays and damages a real training again and again, and shows in the end that nothing was lost:
 
     python -m tests.chaos --faults 100 --seed 1                     2 ranks under torchrun, a tiny model on the CPU
-    python -m tests.chaos --faults 40 --directory /shared/scratch   on the file system where your runs will be
+    python -m tests.chaos --faults 40 --directory /nfs/scratch   on the file system where your runs will be
     python -m tests.chaos --ranks 8 --launch 'launch/local.sh {config}' run.device=cuda parallel.shard=-1
         [--steps N] [--first N] [--kinds kill-rank,flip] [section.key=value ...]
 

@@ -89,7 +89,7 @@ def test_a_rank_that_dies_ends_the_others_and_the_restart_goes_on(tmp_path: Path
         tmp_path, restarts=2, fault=("kill", 1, 6), train__steps=8, checkpoint__every=2, run__hang_minutes=9.0
     )
     assert code == 0, out
-    assert seconds < 120  # nowhere near hang_minutes
+    assert seconds < 270  # nowhere near hang_minutes, on a busy machine too
     assert "rank 0 failed" in out
     assert "rank 1 last seen in" in out
     resumes = tiny.records(tmp_path / "run", "resume")
