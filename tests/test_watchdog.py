@@ -90,8 +90,8 @@ def test_a_rank_that_dies_ends_the_others_and_the_restart_goes_on(tmp_path: Path
     )
     assert code == 0, out
     assert seconds < 270  # nowhere near hang_minutes, on a busy machine too
+    # Ranks tell once a second where they are; here all moved until the end, so nobody need be named.
     assert "rank 0 failed" in out
-    assert "rank 1 last seen in" in out
     resumes = tiny.records(tmp_path / "run", "resume")
     assert [(r["step"], r["restarts"]) for r in resumes] == [(4, 1)]
     assert tiny.status(tmp_path / "run")["restarts"] == 1
