@@ -131,8 +131,8 @@ def kill_marked(mark: str) -> int:
 class Attempt:
     """One start of the command, and the processes that came of it."""
 
-    def __init__(self, command: list[str], mark: str, log: Path) -> None:
-        self.mark, self.log = mark, log
+    def __init__(self, command: list[str], mark: str, log: Path, ranks: int) -> None:
+        self.mark, self.log, self.count = mark, log, ranks
         self.began, self.clock = time.time(), time.monotonic()
         env = {**os.environ, "KAMUI_CHAOS": mark, "PYTHONUNBUFFERED": "1"}
         env.setdefault("OMP_NUM_THREADS", "1")
@@ -144,8 +144,8 @@ class Attempt:
         self._ranks: dict[int, int] = {}
 
     def ranks(self) -> dict[int, int]:
-        """rank -> pid; empty if none is there yet."""
-        if not self._ranks or not all(Path(f"/proc/{pid}").exists() for pid in self._ranks.values()):
+        """rank -> pid of those that are there; looked up until all are, and when one has gone."""
+        if len(self._ranks) < self.count or not all(Path(f"/proc/{pid}").exists() for pid in self._ranks.values()):
             self._ranks = {}
             for pid, env in marked(self.mark).items():
                 with contextlib.suppress(OSError):
@@ -303,7 +303,9 @@ class Options:
         command = []
         for word in shlex.split(self.launch):
             command += words if word == "{config}" else [word.replace("{ranks}", str(self.ranks))]
-        return Attempt(command, f"{self.mark}.{self.attempts}.", self.scratch / f"attempt-{self.attempts:04d}.log")
+        return Attempt(
+            command, f"{self.mark}.{self.attempts}.", self.scratch / f"attempt-{self.attempts:04d}.log", self.ranks
+        )
 
 
 class Campaign:
@@ -378,16 +380,19 @@ class Campaign:
         attempt = self.start()
         if self.resumed is None:
             self.until(lambda: len(self.records.starts) > self.before)
-            self.resumed = self.records.starts[-1]
-            if self.resumed != self.expected:
-                self.problem(
-                    f"went on from step {self.resumed}, but the newest whole checkpoint was of step {self.expected}"
-                )
-            for check in self.checks:
-                check()
-            self.checks.clear()
-            self._tell(f"went on from step {self.resumed}")
+            self._has_resumed()
         return attempt
+
+    def _has_resumed(self) -> None:
+        self.resumed = self.records.starts[-1]
+        if self.resumed != self.expected:
+            self.problem(
+                f"went on from step {self.resumed}, but the newest whole checkpoint was of step {self.expected}"
+            )
+        for check in self.checks:
+            check()
+        self.checks.clear()
+        self._tell(f"went on from step {self.resumed}")
 
     def _tell(self, then: str) -> None:
         for fault in self.told:
@@ -415,6 +420,8 @@ class Campaign:
             kill_marked(attempt.mark)
         code = attempt.process.wait()
         self.records.poll()
+        if self.resumed is None and len(self.records.starts) > self.before:
+            self._has_resumed()
         good = intact(self.run)
         newest = good[-1][0] if good else 0
         floor = max(self.resumed or 0, self.expected)
