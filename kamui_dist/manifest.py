@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from kamui_dist.files import sync_directory
+
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "kamui_dist checkpoint", 1
 DTYPES = {  # safetensors' names
@@ -241,14 +243,6 @@ def write_atomically(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
     temporary.replace(path)
     sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def remove(path: Path) -> None:
