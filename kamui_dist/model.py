@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from kamui_dist import config
+from kamui_dist import knobs
 from kamui_dist.attention import Mask, attend, document_mask
 
 IGNORE = -100  # a target that does not count
@@ -50,7 +50,7 @@ FUSED_ATTENTION = [
 class Norm(nn.Module):
     """LayerNorm, or RMSNorm (https://arxiv.org/abs/1910.07467; never has a bias), over the last dimension."""
 
-    def __init__(self, cfg: config.Model, size: int) -> None:
+    def __init__(self, cfg: knobs.Model, size: int) -> None:
         super().__init__()
         self.kind, self.eps = cfg.norm, cfg.norm_eps
         self.weight = nn.Parameter(torch.ones(size))
@@ -82,7 +82,7 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 class Attention(nn.Module):
     """Causal self-attention; with K < H, H / K query heads share one key/value head (https://arxiv.org/abs/2305.13245)."""
 
-    def __init__(self, cfg: config.Model) -> None:
+    def __init__(self, cfg: knobs.Model) -> None:
         super().__init__()
         self.head_size, self.dropout = cfg.d_model // cfg.n_heads, cfg.dropout
         self.grouped = cfg.kv_heads != cfg.n_heads
@@ -109,7 +109,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """up, gelu, down; or swiglu: down(silu(gate) * up) (https://arxiv.org/abs/2002.05202)."""
 
-    def __init__(self, cfg: config.Model) -> None:
+    def __init__(self, cfg: knobs.Model) -> None:
         super().__init__()
         self.approximate = "tanh" if cfg.mlp == "gelu_tanh" else "none"
         self.gate = nn.Linear(cfg.d_model, cfg.ff, bias=cfg.bias) if cfg.mlp == "swiglu" else None
@@ -125,7 +125,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)). The unit to compile, then to shard."""
 
-    def __init__(self, cfg: config.Model) -> None:
+    def __init__(self, cfg: knobs.Model) -> None:
         super().__init__()
         self.dropout, self.checkpointing = cfg.dropout, cfg.checkpointing
         self.attention_norm = Norm(cfg, cfg.d_model)
@@ -152,7 +152,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, cfg: config.Model) -> None:
+    def __init__(self, cfg: knobs.Model) -> None:
         super().__init__()
         assert cfg.vocab_size is not None, "vocab_size is taken from the data before the model is built"
         assert cfg.d_model % cfg.n_heads == 0, f"d_model {cfg.d_model} is not a multiple of n_heads {cfg.n_heads}"
@@ -245,7 +245,7 @@ def parameter_counts(model: nn.Module) -> tuple[int, int]:
     return total, total - sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
 
 
-def flops_per_token(cfg: config.Model) -> float:
+def flops_per_token(cfg: knobs.Model) -> float:
     """FLOPs of forward and backward for one token, without recomputation: 6 N + 12 L H Q T (PaLM, appendix B,
     https://arxiv.org/abs/2204.02311). N is the number of parameters in matrix products: not the input embeddings, but
     the output projection even if it is tied. Attention counts all T x T scores, masked or not."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from kamui_dist.config import Optim
+from kamui_dist.knobs import Optim
 
 
 def parameter_groups(model: nn.Module, cfg: Optim) -> list[dict]:

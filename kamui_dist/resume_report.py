@@ -31,8 +31,13 @@ CLASSES: dict[str, str] = {
         "eval.every", "eval.batches", "eval.sets",
         "checkpoint.every", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.best", "checkpoint.async",
         "checkpoint.init_from",  # only a new run begins from it
-        "watch.spike_factor", "watch.window",
-        "log.every", "log.tensorboard", "log.peak_flops",
+        "eval.sample_tokens", "eval.sample_prompt",
+        "log.every", "log.detail_every", "log.tensorboard", "log.peak_flops", "log.profile_steps", "log.memory_history",
+        # What the watch looks at. What it does about it, the on_* keys, can change the trajectory.
+        "watch.window", "watch.spike_factor", "watch.spike_z", "watch.spike_norm_factor", "watch.divergence_nats",
+        "watch.divergence_steps", "watch.plateau_nats", "watch.plateau_steps", "watch.start_steps", "watch.norm_limit",
+        "watch.clip_share", "watch.overfit_evals", "watch.starvation_share", "watch.slow_rank_factor", "watch.throughput_drop",
+        "watch.memory_growth",
     ), HARMLESS),
     **dict.fromkeys((
         "run.device", "run.deterministic",
@@ -52,6 +57,11 @@ CLASSES: dict[str, str] = {
         "train.overfit_one_batch",
         "eval.patience", "eval.min_improvement",  # they decide when the run ends
         "watch.max_skipped",  # likewise
+        "watch.on_spike", "watch.on_non_finite", "watch.on_divergence", "watch.on_plateau", "watch.on_not_learning",
+        "watch.on_slow_learning", "watch.on_leak", "watch.on_bad_init", "watch.on_large_norm", "watch.on_clipping",
+        "watch.on_overfitting", "watch.on_data_starvation", "watch.on_slow_rank", "watch.on_throughput_drop",
+        "watch.on_memory_growth", "watch.max_rollbacks", "watch.rollback_steps", "watch.rollback_lr_factor",
+        "watch.rollback_warmup",
     ), TRAJECTORY),
     **dict.fromkeys((
         "model.n_layers", "model.n_heads", "model.n_kv_heads", "model.d_model", "model.d_ff", "model.vocab_size",

@@ -26,8 +26,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import NoReturn
 
-from kamui_dist.config import Run
 from kamui_dist.errors import EXIT_HUNG
+from kamui_dist.knobs import Run
 from kamui_dist.state import State
 
 # Sections in the order in which a step goes through them; "start" is everything before the loop.

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kamui_dist import command_line, config
+from kamui_dist import command_line, config, knobs
 from kamui_dist.config import Config, load, to_toml
 from kamui_dist.errors import UserError
 from kamui_dist.model import GPT, parameter_counts
@@ -292,14 +292,14 @@ def everything() -> st.SearchStrategy[Config]:
     )
     return st.builds(
         Config,
-        run=st.builds(config.Run, dir=text, seed=st.integers(0, 2**63 - 1), max_minutes=st.none() | positive, debug=st.booleans()),
-        model=st.builds(config.Model, factory=st.none() | text, factory_args=st.dictionaries(text, values, max_size=3),
+        run=st.builds(knobs.Run, dir=text, seed=st.integers(0, 2**63 - 1), max_minutes=st.none() | positive, debug=st.booleans()),
+        model=st.builds(knobs.Model, factory=st.none() | text, factory_args=st.dictionaries(text, values, max_size=3),
                         n_kv_heads=st.none() | st.integers(1, 100), norm=st.sampled_from(["layernorm", "rmsnorm"])),
-        data=st.builds(config.Data, path=st.none() | text, val_path=st.none() | text),
-        optim=st.builds(config.Optim, lr=positive, eps=positive),
-        parallel=st.builds(config.Parallel, shard=st.integers(-1, 8)) | st.builds(config.Parallel, replicate=st.integers(-1, 8)),
-        train=st.builds(config.Train, tokens=st.none() | st.floats(1, 1e300), steps=st.none() | st.integers(1, 2**60)),
-        eval=st.builds(config.Eval, batches=st.integers(0, 9)),
+        data=st.builds(knobs.Data, path=st.none() | text, val_path=st.none() | text),
+        optim=st.builds(knobs.Optim, lr=positive, eps=positive),
+        parallel=st.builds(knobs.Parallel, shard=st.integers(-1, 8)) | st.builds(knobs.Parallel, replicate=st.integers(-1, 8)),
+        train=st.builds(knobs.Train, tokens=st.none() | st.floats(1, 1e300), steps=st.none() | st.integers(1, 2**60)),
+        eval=st.builds(knobs.Eval, batches=st.integers(0, 9)),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kamui_dist import attention, config
+from kamui_dist import attention, knobs
 from kamui_dist.batches import evaluation_batches
 from kamui_dist.data import IGNORE, Loader
 from kamui_dist.documents import document_starts
@@ -156,7 +156,7 @@ def test_masked_tokens_are_no_targets(tmp_path):
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_a_packed_window_equals_its_documents_alone(position, checkpointing, kv_heads):
     """Loss and every gradient, to 1e-5; and what is in another document does not matter at all."""
-    cfg = config.Model(
+    cfg = knobs.Model(
         n_layers=2, n_heads=2, n_kv_heads=kv_heads, d_model=16, context_length=16, vocab_size=40, vocab_multiple=1,
         position=position, checkpointing=checkpointing, init_std=0.3, qk_norm=True,
     )  # fmt: skip
@@ -195,7 +195,7 @@ def test_a_packed_window_equals_its_documents_alone(position, checkpointing, kv_
 
 
 def test_one_document_a_window_is_the_model_without_a_mask():
-    cfg = config.Model(n_layers=1, n_heads=2, d_model=8, context_length=8, vocab_size=20, position="rope")
+    cfg = knobs.Model(n_layers=1, n_heads=2, d_model=8, context_length=8, vocab_size=20, position="rope")
     model = GPT(cfg)
     init_weights(model, 1)
     x = torch.arange(8)[None]

@@ -38,12 +38,13 @@ LAYERS = [
     {"plan"},
     {"resume_report"},
     {"config", "schedule", "watch", "signals", "lock"},
+    {"knobs", "findings"},
     {"job"},
     {"errors", "files"},
 ]
 # Modules that have to load without torch, which takes seconds.
-LIGHT = ["config", "schedule", "watch", "signals", "plan", "state", "command_line", "errors", "files", "cli", "lock",
-         "job", "watchdog", "resume_report"]  # fmt: skip
+LIGHT = ["config", "knobs", "findings", "schedule", "watch", "signals", "plan", "state", "command_line", "errors", "files",
+         "cli", "lock", "job", "watchdog", "resume_report"]  # fmt: skip
 
 
 @functools.cache

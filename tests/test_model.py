@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kamui_dist import config, distributed
+from kamui_dist import distributed, knobs
 from kamui_dist.model import GPT, Norm, flops_per_token, init_weights, parameter_counts, parameter_generator
 from tests.ranks import run_ranks
 
@@ -39,7 +39,7 @@ def one_thread() -> Iterator[None]:
 
 def build(seed: int = 1, device: str = "cpu", **options: Any) -> GPT:
     with torch.device("meta"):
-        model = GPT(config.Model(**{**TINY, **options}))
+        model = GPT(knobs.Model(**{**TINY, **options}))
     model.to_empty(device=device)
     init_weights(model, seed)
     return model
@@ -279,7 +279,7 @@ def test_initial_weights_are_as_specified() -> None:
 
 
 def test_counts_and_flops() -> None:
-    gpt2 = config.Model(n_layers=12, n_heads=12, d_model=768, vocab_size=50257, vocab_multiple=1, context_length=1024)
+    gpt2 = knobs.Model(n_layers=12, n_heads=12, d_model=768, vocab_size=50257, vocab_multiple=1, context_length=1024)
     with torch.device("meta"):
         total, without = parameter_counts(GPT(gpt2))
     assert total == 124_439_808  # GPT-2 small as published
@@ -372,10 +372,10 @@ def test_bf16_by_autocast_and_by_weights_on_every_option() -> None:
 def test_norm_takes_input_and_weights_of_different_types(kind: Any) -> None:
     x = torch.randn(2, 8)
     for weights, inputs in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
-        norm = Norm(config.Model(norm=kind), 8).to(weights)
+        norm = Norm(knobs.Model(norm=kind), 8).to(weights)
         y = norm(x.to(inputs))
         assert y.dtype == weights
-        torch.testing.assert_close(y.float(), Norm(config.Model(norm=kind), 8)(x), atol=0.02, rtol=0.02)
+        torch.testing.assert_close(y.float(), Norm(knobs.Model(norm=kind), 8)(x), atol=0.02, rtol=0.02)
 
 
 def sharded_steps() -> list[float]:

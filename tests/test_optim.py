@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from kamui_dist import config, optim
+from kamui_dist import knobs, optim
 from kamui_dist.model import GPT, init_weights
 
 
 def gpt(**options: Any) -> GPT:
-    model = GPT(config.Model(n_layers=2, n_heads=2, d_model=16, vocab_size=65, context_length=8, **options))
+    model = GPT(knobs.Model(n_layers=2, n_heads=2, d_model=16, vocab_size=65, context_length=8, **options))
     init_weights(model, 1)
     for parameter in model.parameters():  # biases are 0 at first, which no decay would change
         with torch.no_grad():
@@ -21,7 +21,7 @@ def gpt(**options: Any) -> GPT:
     return model
 
 
-def step_with_zero_gradients(model: nn.Module, cfg: config.Optim) -> dict[str, float]:
+def step_with_zero_gradients(model: nn.Module, cfg: knobs.Optim) -> dict[str, float]:
     """By what factor each parameter has changed."""
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = optim.build(model, cfg)
@@ -42,7 +42,7 @@ def step_with_zero_gradients(model: nn.Module, cfg: config.Optim) -> dict[str, f
 def test_decay_of_one_step(name: Any, decay_embeddings: bool, tied: bool) -> None:
     """D11: x 0.95 for matrices at lr 0.1 and decay 0.5; biases and norms stay as they are."""
     model = gpt(tie_embeddings=tied)
-    cfg = config.Optim(name=name, lr=0.1, weight_decay=0.5, decay_embeddings=decay_embeddings)
+    cfg = knobs.Optim(name=name, lr=0.1, weight_decay=0.5, decay_embeddings=decay_embeddings)
     for parameter, factor in step_with_zero_gradients(model, cfg).items():
         matrix = parameter.endswith("weight") and "norm" not in parameter
         decayed = matrix and (decay_embeddings or "embedding" not in parameter)
@@ -57,7 +57,7 @@ def test_decay_of_one_step(name: Any, decay_embeddings: bool, tied: bool) -> Non
 def test_every_parameter_is_in_exactly_one_group(options: dict[str, Any]) -> None:
     model = gpt(**options)
     for decay_embeddings in (True, False):
-        groups = optim.parameter_groups(model, config.Optim(weight_decay=0.3, decay_embeddings=decay_embeddings))
+        groups = optim.parameter_groups(model, knobs.Optim(weight_decay=0.3, decay_embeddings=decay_embeddings))
         grouped = [id(p) for group in groups for p in group["params"]]
         assert len(grouped) == len(set(grouped))
         assert set(grouped) == {id(p) for p in model.parameters()}
@@ -72,24 +72,24 @@ def test_a_tied_weight_counts_once_and_as_an_embedding() -> None:
             self.table = nn.Embedding(9, 4)
             self.head.weight = self.table.weight
 
-    [free] = optim.parameter_groups(Tied(), config.Optim(decay_embeddings=False))
+    [free] = optim.parameter_groups(Tied(), knobs.Optim(decay_embeddings=False))
     assert (free["weight_decay"], len(free["params"])) == (0.0, 1)
-    [decayed] = optim.parameter_groups(Tied(), config.Optim(decay_embeddings=True))
+    [decayed] = optim.parameter_groups(Tied(), knobs.Optim(decay_embeddings=True))
     assert (decayed["weight_decay"], len(decayed["params"])) == (0.1, 1)
 
 
 def test_frozen_parameters_are_left_alone_and_empty_groups_out() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[0].requires_grad_(False)
-    grouped = [p for g in optim.parameter_groups(model, config.Optim()) for p in g["params"]]
+    grouped = [p for g in optim.parameter_groups(model, knobs.Optim()) for p in g["params"]]
     assert {id(p) for p in grouped} == {id(p) for p in model[1].parameters()}
-    [one] = optim.parameter_groups(nn.LayerNorm(3), config.Optim())
+    [one] = optim.parameter_groups(nn.LayerNorm(3), knobs.Optim())
     assert one["weight_decay"] == 0.0
 
 
 def test_adamw_is_that_of_the_paper() -> None:
     """Two steps by hand."""
-    cfg = config.Optim(lr=0.1, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.5)
+    cfg = knobs.Optim(lr=0.1, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.5)
     layer = nn.Linear(1, 1, bias=False)
     nn.init.constant_(layer.weight, 2.0)
     optimizer = optim.build(layer, cfg)
@@ -105,7 +105,7 @@ def test_adamw_is_that_of_the_paper() -> None:
 def test_sgd_with_momentum() -> None:
     layer = nn.Linear(1, 1, bias=False)
     nn.init.constant_(layer.weight, 1.0)
-    optimizer = optim.build(layer, config.Optim(name="sgd", lr=0.1, momentum=0.5, weight_decay=0.0))
+    optimizer = optim.build(layer, knobs.Optim(name="sgd", lr=0.1, momentum=0.5, weight_decay=0.0))
     for expected in (0.8, 0.5):  # 1 - 0.1 x 2; then the velocity is 0.5 x 2 + 2 = 3
         layer.weight.grad = torch.full((1, 1), 2.0)
         optimizer.step()
@@ -113,7 +113,7 @@ def test_sgd_with_momentum() -> None:
 
 
 def test_the_rate_is_set_in_every_group() -> None:
-    optimizer = optim.build(gpt(), config.Optim(lr=0.1))
+    optimizer = optim.build(gpt(), knobs.Optim(lr=0.1))
     optim.set_lr(optimizer, 0.025)
     assert [g["lr"] for g in optimizer.param_groups] == [0.025, 0.025]
 
@@ -122,7 +122,7 @@ def test_master_weights_and_moments_are_fp32() -> None:
     """D12: in bf16 a weight of 1.0 would not move at all."""
     layer = nn.Linear(1, 1, bias=False)
     nn.init.constant_(layer.weight, 1.0)
-    optimizer = optim.build(layer, config.Optim(lr=6e-4, weight_decay=0.0))
+    optimizer = optim.build(layer, knobs.Optim(lr=6e-4, weight_decay=0.0))
     for _ in range(100):
         layer.weight.grad = torch.ones(1, 1)
         optimizer.step()

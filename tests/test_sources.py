@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kamui_dist import cli, config
+from kamui_dist import cli, config, knobs
 from kamui_dist.errors import UserError
 from kamui_dist.plan import make_plan
 from kamui_dist.shards import HEADER, TokenDataset
@@ -49,7 +49,7 @@ def test_sources_in_a_file_and_on_the_command_line(tmp_path):
     assert [(s.label, s.weight) for s in cfg.data.sources] == [("q", 3.0)]
     cfg, notes = config.load(path, ["data.path=z"])
     assert (cfg.data.path, cfg.data.sources, len(notes)) == ("z", [], 1)
-    assert [config.label(p) for p in ("data/austen/train", "/a/b c/*.bin", "train", "./x.npy")] == [
+    assert [knobs.label(p) for p in ("data/austen/train", "/a/b c/*.bin", "train", "./x.npy")] == [
         "austen",
         "b_c",
         "train",

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from kamui_dist import watchdog
-from kamui_dist.config import Run
 from kamui_dist.errors import EXIT_HUNG
+from kamui_dist.knobs import Run
 from kamui_dist.state import State
 from kamui_dist.watchdog import Beat, Watchdog, read_beats, who_hangs, write_beat
 from tests import tiny
