@@ -2,14 +2,15 @@
 
 A training run is an endless stream of windows: position k is a window that (seed, k) alone decides (`shuffle.py`,
 `mixture.py`). A step with a global batch of G takes the next G positions after the samples seen so far. Nothing else
-enters: not the world size, not the micro-batch, not the accumulation. G may be larger than the data set (a step then
+enters: not the world size, not the micro-batch, not the accumulation; only what a rollback has left out of the order is passed
+over. G may be larger than the data set (a step then
 spans epochs) and need not divide it. Where the run's length is a number of epochs, positions past its last sample are
 padding, whose targets are all -100, so N epochs see each window exactly N times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from kamui_dist.stream import TokenStream
 
 IGNORE = -100  # the target that does not count
 Batch = tuple[torch.Tensor, ...]  # (inputs, targets), with a document mask (inputs, targets, documents)
+Gaps = Sequence[tuple[int, int]]
 _AHEAD = 4096  # positions whose windows are worked out at once: the order costs as much for one as for hundreds
 
 
@@ -35,6 +37,17 @@ def rank_positions(first_sample: int, micro_batch: int, grad_accum_steps: int, r
     return first_sample + micro_steps * (ranks * micro_batch) + rank * micro_batch + rows
 
 
+def positions_of(samples: np.ndarray | int, gaps: Gaps) -> np.ndarray:
+    """Where in the data order the samples of a run lie (int64, as `samples`): sample k is the k-th position outside the gaps.
+
+    gaps: [first, end) each, in order, apart from one another: what rollbacks have left out.
+    """
+    positions = np.asarray(samples, dtype=np.int64)
+    for first, end in gaps:
+        positions = np.where(positions >= first, positions + (end - first), positions)
+    return positions
+
+
 def global_batch(
     dataset: TokenStream, samples_seen: int, global_batch: int, context_length: int, seed: int
 ) -> np.ndarray:
@@ -44,16 +57,16 @@ def global_batch(
 
 def steps(
     data: TrainingData, *, micro_batch: int, grad_accum_steps: int, rank: int, ranks: int, seed: int, first_sample: int,
-    limit: int | None,
+    limit: int | None, gaps: Gaps = (),
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:  # fmt: skip
     """Step after step from `first_sample` on, endless: source, window, and whether it is no padding, (A, B) each."""
     a_step = micro_batch * grad_accum_steps
     ahead = max(1, _AHEAD // a_step)
     while True:
         firsts = first_sample + np.arange(ahead, dtype=np.int64) * (a_step * ranks)
-        positions = firsts[:, None, None] + rank_positions(0, micro_batch, grad_accum_steps, rank, ranks)
-        sources, windows = data.place(positions, seed)  # (ahead, A, B) each
-        valid = np.full(positions.shape, True) if limit is None else positions < limit
+        samples = firsts[:, None, None] + rank_positions(0, micro_batch, grad_accum_steps, rank, ranks)
+        sources, windows = data.place(positions_of(samples, gaps), seed)  # (ahead, A, B) each
+        valid = np.full(samples.shape, True) if limit is None else samples < limit
         yield from zip(sources, windows, valid, strict=True)
         first_sample += ahead * a_step * ranks
 

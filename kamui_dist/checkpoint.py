@@ -49,6 +49,7 @@ __all__ = [
     "prepare_optimizer",
     "prune",
     "save",
+    "set_aside",
     "step_directories",
     "training_tensors",
     "verify",
@@ -127,7 +128,7 @@ def newest(directory: Path) -> Checkpoint | None:
                     raise UserError(f"{seen[0]}; but rank 0 finds it intact: is this directory shared by all nodes?")
         if damage is None:
             return checkpoint
-        _on_main(_quarantine, path, damage, steps[-1][0] if steps else None)
+        _on_main(set_aside, path, damage, steps[-1][0] if steps else None)
     quarantine = directory.absolute() / "quarantine"
     if _on_main(lambda: sorted(quarantine.glob("step-*"))):
         raise UserError(
@@ -165,7 +166,8 @@ def _tidy(directory: Path) -> list[tuple[int, Path]]:
     return step_directories(directory)
 
 
-def _quarantine(path: Path, damage: str, lower: int | None) -> None:
+def set_aside(path: Path, damage: str, lower: int | None) -> None:
+    """Moves a checkpoint into quarantine. `damage`: why. `lower`: the step that is tried in its place. Rank 0."""
     parent = path.parent / "quarantine"
     parent.mkdir(exist_ok=True)
     target, number = parent / path.name, 1

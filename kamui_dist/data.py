@@ -78,6 +78,7 @@ class Loader:
     before. device: where the batches go. limit: the run's total samples if it is a number of epochs, else None; later
     positions are padding. vocab_size: the model's number of ids, if it may be smaller than the data set's.
     document_mask: also say where in its window each token's document begins, and ignore targets across a border.
+    gaps: parts of the order that are left out (`batches.positions_of`).
 
     After `next`, `sources` says of which source each row of that step is: int64 (A, B) on the device; None if there is
     only one source. `data_seconds` is how long that `next` waited for the thread.
@@ -101,6 +102,7 @@ class Loader:
         limit: int | None = None,
         vocab_size: int | None = None,
         document_mask: bool = False,
+        gaps: batches.Gaps = (),
     ) -> None:
         whole = data if isinstance(data, TrainingData) else TrainingData([data], ["data"], [1.0], context_length)
         for stream in whole.streams if document_mask else []:
@@ -108,7 +110,7 @@ class Loader:
         pin = device.type == "cuda"
         order = batches.steps(
             whole, micro_batch=micro_batch, grad_accum_steps=grad_accum_steps, rank=rank, ranks=ranks, seed=seed,
-            first_sample=first_sample, limit=limit,
+            first_sample=first_sample, limit=limit, gaps=gaps,
         )  # fmt: skip
 
         def read_step() -> list[torch.Tensor]:

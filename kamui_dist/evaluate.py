@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from kamui_dist import distributed, parallel, precision
 from kamui_dist.exchange import Exchange
+
+
+@dataclass(frozen=True)
+class Validation:
+    name: str  # of the set
+    loss: float  # nats a target
+    seconds: float
+    bytes_per_target: float | None  # of the set's text; None where it is not known
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0)) if math.isfinite(self.loss) else math.nan
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Does not depend on the tokenizer, as loss and perplexity do: nats / ln 2 a target, over its bytes of text."""
+        return None if self.bytes_per_target is None else self.loss / math.log(2) / self.bytes_per_target
 
 
 @torch.no_grad()

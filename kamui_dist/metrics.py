@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from kamui_dist.evaluate import Validation
 from kamui_dist.files import Appender, write_text
 from kamui_dist.state import State
-from kamui_dist.validation import Validation
 from kamui_dist.watch import Finding
 
 # Dense bf16 and fp16 FLOP/s of one device, from the makers' data sheets (without sparsity). The longest entry whose words are

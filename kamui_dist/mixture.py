@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,9 +146,16 @@ class TrainingData:
                 windows[here] = shuffle.windows_at(local[here], count, source_seed(seed, name))
         return sources, windows
 
-    def seen(self, samples: int) -> dict[str, int]:
-        """How many windows of each source the first `samples` positions hold."""
-        return dict(zip(self.names, self.turns.counts(samples), strict=True))
+    def seen(self, samples: int, gaps: Sequence[tuple[int, int]] = ()) -> dict[str, int]:
+        """How many windows of each source the first `samples` samples hold. gaps: see `batches.positions_of`."""
+        counts, end = [0] * len(self.names), samples
+        for first, after in gaps:
+            if end > first:
+                end += after - first
+                counts = [
+                    n - b + a for n, a, b in zip(counts, self.turns.counts(first), self.turns.counts(after), strict=True)
+                ]
+        return {name: n + c for name, n, c in zip(self.names, counts, self.turns.counts(end), strict=True)}
 
 
 def source_seed(seed: int, name: str) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kamui_dist.batches import Gaps
 from kamui_dist.config import Config
 from kamui_dist.errors import UserError
 from kamui_dist.foreign import open_stream
@@ -114,14 +115,15 @@ class BySource:
         """For the packed reduction, as its last values: 0-dim each."""
         return list(self._sums.unbind())
 
-    def record(self, rows: list[list[float]], samples: int) -> dict[str, Any]:
+    def record(self, rows: list[list[float]], samples: int, gaps: Gaps) -> dict[str, Any]:
         """For the record of a step: tokens of each source so far, and its mean loss over the global batch (None: no
-        target). rows: every rank's, of which the last values are `sums`. samples: windows seen so far.
+        target). rows: every rank's, of which the last values are `sums`. samples: windows seen so far. gaps: what was left
+        out of the order.
         """
         if not self.data.mixed:
             return {}
         names, length = self.data.names, self.data.context_length
-        sources: dict[str, Any] = {name: {"tokens": n * length} for name, n in self.data.seen(samples).items()}
+        sources: dict[str, Any] = {name: {"tokens": n * length} for name, n in self.data.seen(samples, gaps).items()}
         if self.losses:
             totals = [sum(column) for column in zip(*(row[-2 * len(names) :] for row in rows), strict=True)]
             for name, loss, targets in zip(names, totals[: len(names)], totals[len(names) :], strict=True):

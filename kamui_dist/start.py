@@ -22,7 +22,7 @@ from kamui_dist.precision import LossScaler
 from kamui_dist.resume_report import Change
 from kamui_dist.signals import Pace
 from kamui_dist.tensors import model_tensors
-from kamui_dist.watch import Watch
+from kamui_dist.watch import Facts, Watch
 
 
 def build_model(cfg: Config) -> nn.Module:
@@ -102,6 +102,16 @@ def pace(cfg: Config, run_dir: Path, validates: bool, parameters: int, saved: Ca
         before = [r for r in metrics.read_records(run_dir / "metrics.jsonl") if r["kind"] == "checkpoint"]
         guess = float((before[-1].get("save_seconds") if before else None) or 12 * parameters / 250e6)
     return Pace(cfg.eval.every if validates else 0, cfg.checkpoint.every, guess, saved)
+
+
+def watch_facts(cfg: Config, plan: Plan, fresh: bool) -> Facts:
+    """What the watch has to know of the run. fresh: begun with initial weights of ours."""
+    decay = plan.decay_steps if cfg.schedule.kind == "wsd" else 0
+    return Facts(
+        vocab_size=cfg.model.vocab_size, steps=plan.steps, lr=cfg.optim.lr, warmup=plan.warmup_steps,
+        decay_from=plan.steps - decay if decay else None, grad_clip=cfg.optim.grad_clip, windows=plan.windows,
+        global_batch=plan.global_batch, fresh=fresh and cfg.model.factory is None,
+    )  # fmt: skip
 
 
 def facts(cfg: Config, plan: Plan, data: TrainingData, device: torch.device) -> dict[str, Any]:

@@ -3,7 +3,7 @@ random numbers are functions of (seed, step), so there is no loader, scheduler o
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kamui_dist.plan import Plan
@@ -12,12 +12,13 @@ from kamui_dist.plan import Plan
 @dataclass
 class State:
     step: int = 0  # optimizer updates offered
-    samples: int = 0  # windows of the data stream consumed: the data position, whatever the batch size was
+    samples: int = 0  # windows trained on: the place in the data order, but for what rollbacks left out
     tokens: int = 0
     best_val_loss: float | None = None
     best_step: int | None = None
     evals_since_best: int = 0
     evaluation_due: bool = False  # the run was stopped when a validation was due: it comes first after the resume
+    rollbacks: list[dict[str, Any]] = field(default_factory=list)  # all of the run so far (rollback.py)
 
     def advance(self, plan: Plan) -> None:
         """One more step. In a run of whole epochs the padding of the last batch does not count."""
@@ -54,4 +55,4 @@ class State:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> State:
-        return cls(**{name: values[name] for name in cls.__dataclass_fields__})
+        return cls(**{name: values[name] for name in cls.__dataclass_fields__ if name in values})

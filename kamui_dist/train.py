@@ -14,6 +14,7 @@ import math
 import pdb
 import sys
 import time
+from typing import Any
 
 from kamui_dist import command_line
 
@@ -24,23 +25,24 @@ if __name__ == "__main__":
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from kamui_dist import banner, distributed, optim, parallel, precision, rundir, signals, sources, start
+from kamui_dist import banner, distributed, optim, parallel, precision, rollback, rundir, signals, sources, start
 from kamui_dist.config import Config
 from kamui_dist.data import Loader
 from kamui_dist.errors import EXIT_DIVERGED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
+from kamui_dist.findings import gravest
 from kamui_dist.metrics import Metrics, mfu, peak_flops, peak_memory_gib
 from kamui_dist.plan import make_plan
 from kamui_dist.saver import Saver
 from kamui_dist.schedule import lr_at
 from kamui_dist.signals import BY_HAND, REASONS, StopRequest
 from kamui_dist.state import State
-from kamui_dist.validation import evaluate_sets
-from kamui_dist.watch import Watch
+from kamui_dist.validation import Validator
+from kamui_dist.watch import Observation, Watch
 from kamui_dist.watchdog import Watchdog
 
 
 def train(cfg: Config, stop: StopRequest) -> int:
-    """Runs or resumes the run that `cfg` describes, on all ranks; returns the exit code (see errors.py)."""
+    """Runs or resumes the run that `cfg` describes, on all ranks; returns the exit code (see errors.py), or rollback.AGAIN."""
     device = distributed.choose_device(cfg.run.device)
     precision.set_backends(device, cfg.run.precision, cfg.run.deterministic)
     torch.autograd.set_detect_anomaly(cfg.run.debug)
@@ -55,8 +57,11 @@ def train(cfg: Config, stop: StopRequest) -> int:
         sources.check_model(cfg, model)
         parallel.check_shards(model, plan)
     counts = banner.count(model, cfg)
+    rollbacks = rollback.obey(run_dir)
     found = start.find_checkpoint(cfg, run_dir, train_data)
     state = State() if found is None else State.from_dict(found.state["state"])
+    state.rollbacks = max(state.rollbacks, rollbacks, key=len)
+    gaps = rollback.gaps(state.rollbacks)
     plan = make_plan(cfg, ranks, train_data.windows, done=(state.step, state.samples, state.tokens))
     if state.is_over(plan.steps, cfg.eval.patience, validates=bool(val_sets)):
         return rundir.nothing_left(run_dir, plan, state)
@@ -72,7 +77,7 @@ def train(cfg: Config, stop: StopRequest) -> int:
     module = parallel.unwrap(model)  # the same, without DDP's wrapper
     optimizer = optim.build(module, cfg.optim)
     scaler = precision.LossScaler(enabled=cfg.run.precision == "fp16")
-    watch = Watch(cfg.watch.spike_factor, cfg.watch.window, cfg.watch.max_skipped)
+    watch = Watch(cfg.watch, start.watch_facts(cfg, plan, fresh=weights is None))
     origin = start.restore(cfg, found, weights, module, optimizer, watch, scaler, changed)
     peak = peak_flops(device, cfg.run.precision, cfg.log.peak_flops)
     by_source = sources.BySource(train_data, module, device)
@@ -86,28 +91,19 @@ def train(cfg: Config, stop: StopRequest) -> int:
         train_data, context_length=cfg.model.context_length, micro_batch=cfg.train.micro_batch, rank=rank, ranks=ranks,
         grad_accum_steps=plan.grad_accum_steps, seed=cfg.run.seed, vocab_size=cfg.model.vocab_size, device=device,
         first_sample=0 if cfg.train.overfit_one_batch else state.samples, limit=plan.total_samples,
-        document_mask=cfg.data.document_mask,
+        document_mask=cfg.data.document_mask, gaps=gaps,
     )  # fmt: skip
     saver = Saver(run_dir, cfg, plan, module, optimizer, watch, scaler, metrics, facts)
     pace = start.pace(cfg, run_dir, bool(val_sets), counts.parameters, saved=lambda: saver.seconds)
-    micro_batches, outcome, reason = None, "finished", ""
+    timing: dict[str, Any] = {}  # of the step before, for the watch
+    micro_batches, outcome, reason, action = None, "finished", "", ""
 
-    def validate() -> tuple[bool, int]:
-        """Every rank takes part. Returns whether the loss of the first set is the best so far, and what cut it short, or 0."""
-        limit = cfg.eval.batches * plan.global_batch if cfg.eval.batches else None
-        results, asked = evaluate_sets(module, val_sets, cfg, limit, device, poll=lambda: stop.poll(pace.save))
-        state.evaluation_due = bool(asked)
-        if asked:
-            return False, asked
-        pace.evaluation(sum(result.seconds for result in results))
-        improved = state.judge(results[0].loss, cfg.eval.min_improvement)
-        metrics.evaluations(state, results, improved)
-        return improved, 0
+    validator = Validator(cfg, plan, val_sets, module, device, watch, metrics, stop, pace)
 
     asked = distributed.agreed_max(stop.poll(pace.save), device)  # while all this was made ready
     stop.stop_file = run_dir / "STOP" if rank == 0 else None
     if due := state.evaluation_due and bool(val_sets) and not asked:
-        asked = validate()[1]
+        asked = validator.run(state)[1]
     if asked:
         outcome, reason = "stopped", REASONS[int(asked)]  # there is nothing new to save
     elif due:
@@ -125,9 +121,7 @@ def train(cfg: Config, stop: StopRequest) -> int:
 
         # 1. batch: this rank's micro-batches of global batch `step`, already on the device
         if micro_batches is None or not cfg.train.overfit_one_batch:
-            micro_batches = (
-                loader.next()
-            )  # [(inputs (B, T), targets (B, T), and documents (B, T) if masked)] * accumulation
+            micro_batches = loader.next()  # [(inputs, targets, and documents if masked; (B, T) each)] * accumulation
 
         # 2. forward + loss: cross-entropy summed over targets. The mean is over the targets of the whole global batch, whose
         #    number is known only when all ranks have met: until then the divisor is tokens_per_step, corrected in 4.
@@ -154,15 +148,19 @@ def train(cfg: Config, stop: StopRequest) -> int:
         total_targets = sum(r[1] for r in rows)
         mean_loss = sum(r[0] for r in rows) / total_targets if total_targets else math.nan
         unscale = plan.tokens_per_step / (total_targets * scaler.scale) if total_targets else math.nan
-        norm, asked, data_seconds, memory = (max(r[k] for r in rows) for k in (2, 3, 4, 5))
-        lr = lr_at(
+        raw_norm, asked, data_seconds, memory = (max(r[k] for r in rows) for k in (2, 3, 4, 5))
+        norm, post_clip = raw_norm * unscale, math.nan
+        finite = math.isfinite(mean_loss) and all(math.isfinite(r[2]) for r in rows)
+        lr = rollback.lr_scale(step, state.rollbacks) * lr_at(
             step, kind=cfg.schedule.kind, peak=cfg.optim.lr, floor=cfg.schedule.min_lr, total=plan.steps,
             warmup=plan.warmup_steps, decay=plan.decay_steps, decay_shape=cfg.schedule.decay_shape,
         )  # fmt: skip
-        finite = math.isfinite(mean_loss) and all(math.isfinite(r[2]) for r in rows)
-        post_clip = math.nan
-        if finite:
-            norm, post_clip = parallel.clip_grad_norm(model, norm, unscale, cfg.optim.grad_clip)
+        verdict = watch.observe(Observation(
+            step + 1, mean_loss, norm, lr, finite, data_seconds=data_seconds, memory_gib=memory, **timing,
+        ))  # fmt: skip
+        updates = finite and verdict.action in ("", "note", "warn")
+        if updates:
+            norm, post_clip = parallel.clip_grad_norm(model, raw_norm, unscale, cfg.optim.grad_clip)
             optim.set_lr(optimizer, lr)
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -173,35 +171,36 @@ def train(cfg: Config, stop: StopRequest) -> int:
         pace.step(step_seconds := time.perf_counter() - began)
 
         # 5. log: one record, rank 0 writes
-        average, spike, findings = watch.observe(state.step, mean_loss, norm, skipped=not finite)
         speed = plan.tokens_per_step / step_seconds
+        timing = {"step_seconds": step_seconds, "tokens_per_sec": speed}
         utilisation = mfu(speed, counts.flops_per_token, peak, ranks)
         metrics.write(
             "step", step=state.step, tokens=state.tokens, epoch=state.samples / train_data.windows, loss=mean_loss,
-            loss_average=average, spike=spike, lr=lr, grad_norm_pre_clip=norm, grad_norm_post_clip=post_clip,
-            skipped=not finite, loss_scale=scaler.scale if scaler.enabled else None, targets=int(total_targets),
-            tokens_per_sec=speed, mfu=utilisation, step_seconds=step_seconds, data_seconds=data_seconds,
-            peak_memory_gib=memory, **by_source.record(rows, state.samples),
+            loss_average=verdict.average, spike=verdict.spike, lr=lr, grad_norm_pre_clip=norm, grad_norm_post_clip=post_clip,
+            skipped=not updates, loss_scale=scaler.scale if scaler.enabled else None, targets=int(total_targets),
+            mfu=utilisation, data_seconds=data_seconds, peak_memory_gib=memory, **timing,
+            **by_source.record(rows, state.samples, gaps),
         )  # fmt: skip
         metrics.console(state.step, mean_loss, lr, norm, speed, utilisation)
-        metrics.findings(findings)
-        if any(f.action == "stop" for f in findings):
-            outcome, reason = "failed", f"watch: {findings[-1].kind}"
-            break  # without a checkpoint: the last good one is the one to go back to
+        metrics.findings(findings := verdict.findings)
 
         # 6. evaluate: every rank takes part; who was asked to stop saves first and evaluates after the resume
         last, improved = state.step == plan.steps, False
-        if val_sets and (last or (cfg.eval.every and state.step % cfg.eval.every == 0)):
+        if validator.due(state.step, last):
             state.evaluation_due = bool(asked)
             if not asked:
-                improved, asked = validate()
+                improved, asked, more = validator.run(state)
+                findings = findings + more
             if state.out_of_patience(cfg.eval.patience):
                 outcome, reason = "early_stopped", f"{state.evals_since_best} validations without improvement"
+        if (action := gravest(findings)) in ("rollback", "stop"):
+            outcome, reason = "failed", f"watch: {next(f.kind for f in findings if f.action == action)}"
+            break  # without a checkpoint: the last good one is the one to go back to
 
         # 7. checkpoint: every rank takes part
         if asked and not reason and (not last or state.evaluation_due):
             outcome, reason = "stopped", REASONS[int(asked)]
-        saving = last or bool(reason) or saver.due(state, improved, finite)
+        saving = last or bool(reason) or saver.due(state, improved, updates)
         if saving and (fault := saver.save(state, final=last or bool(reason))):
             outcome, reason = "failed", fault
         # Long only in the first step and in those after a save, for which rank 0 may be late from deleting older ones.
@@ -212,6 +211,14 @@ def train(cfg: Config, stop: StopRequest) -> int:
     saver.wait()
     loader.close()
     gc.enable()
+    if outcome == "failed" and action == "rollback":
+        ordered, told = rollback.order(run_dir, cfg.watch, state, plan.global_batch, findings)
+        metrics.say(f"rollback: {told}")
+        if ordered:
+            metrics.write("rollback", **ordered.record)
+            metrics.close()
+            return rollback.AGAIN
+        reason = f"watch: {told}"
     code = {"stopped": EXIT_STOPPED, "failed": EXIT_DIVERGED}.get(outcome, EXIT_FINISHED)
     metrics.write("end", step=state.step, tokens=state.tokens, outcome=outcome, reason=reason)
     metrics.say(banner.farewell(outcome, reason, state, run_dir))
@@ -225,7 +232,9 @@ def main() -> int:
     """`train`, with every way to end told: on stderr, in status.json, by the exit code."""
     cfg, stop = COMMAND
     try:
-        return command_line.for_launcher(train(cfg, stop))
+        while (code := train(cfg, stop)) == rollback.AGAIN:
+            gc.collect()  # the model of before
+        return command_line.for_launcher(code)
     except UserError as error:
         command_line.tell(error)
         rundir.record_failure(cfg, error, EXIT_USER_ERROR)

@@ -1,10 +1,8 @@
-"""All validation sets, each with a loss of its own."""
+"""All validation sets, each with a loss of its own, and what follows from the first."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -12,25 +10,16 @@ from torch import nn
 from kamui_dist import distributed
 from kamui_dist.config import Config
 from kamui_dist.data import evaluation_batches
-from kamui_dist.evaluate import evaluate
+from kamui_dist.evaluate import Validation, evaluate
+from kamui_dist.findings import Finding
+from kamui_dist.metrics import Metrics
+from kamui_dist.plan import Plan
+from kamui_dist.signals import Pace, StopRequest
+from kamui_dist.state import State
 from kamui_dist.stream import TokenStream
+from kamui_dist.watch import Watch
 
-
-@dataclass(frozen=True)
-class Validation:
-    name: str  # of the set
-    loss: float  # nats a target
-    seconds: float
-    bytes_per_target: float | None  # of the set's text; None where it is not known
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(min(self.loss, 700.0)) if math.isfinite(self.loss) else math.nan
-
-    @property
-    def bits_per_byte(self) -> float | None:
-        """Does not depend on the tokenizer, as loss and perplexity do: nats / ln 2 a target, over its bytes of text."""
-        return None if self.bytes_per_target is None else self.loss / math.log(2) / self.bytes_per_target
+__all__ = ["Validation", "Validator", "evaluate_sets"]
 
 
 def evaluate_sets(
@@ -53,3 +42,38 @@ def evaluate_sets(
             return results, asked
         results.append(Validation(name, loss, seconds, stream.bytes_per_target))
     return results, 0
+
+
+class Validator:
+    """A validation of the loop: every set, what is best so far, what the watch says of it.
+
+    What it is given belongs to the loop; `watch` hears the first set. With no sets there is nothing to do, ever.
+    """
+
+    def __init__(
+        self, cfg: Config, plan: Plan, sets: dict[str, TokenStream], module: nn.Module, device: torch.device, watch: Watch,
+        metrics: Metrics, stop: StopRequest, pace: Pace,
+    ) -> None:  # fmt: skip
+        self.cfg, self.sets, self.module, self.device, self.watch = cfg, sets, module, device, watch
+        self.metrics, self.stop, self.pace = metrics, stop, pace
+        self.limit = cfg.eval.batches * plan.global_batch if cfg.eval.batches else None
+
+    def due(self, step: int, last: bool) -> bool:
+        every = self.cfg.eval.every
+        return bool(self.sets) and (last or bool(every and step % every == 0))
+
+    def run(self, state: State) -> tuple[bool, int, list[Finding]]:
+        """Collective. Returns whether the loss of the first set is the best so far, 0 or the stop request that cut the
+        validation short (then it is due again), and findings."""
+        results, asked = evaluate_sets(
+            self.module, self.sets, self.cfg, self.limit, self.device, poll=lambda: self.stop.poll(self.pace.save)
+        )
+        state.evaluation_due = bool(asked)
+        if asked:
+            return False, asked, []
+        self.pace.evaluation(sum(result.seconds for result in results))
+        improved = state.judge(results[0].loss, self.cfg.eval.min_improvement)
+        self.metrics.evaluations(state, results, improved)
+        found = self.watch.validated(state.step, results[0].loss)
+        self.metrics.findings(found)
+        return improved, 0, found

@@ -25,14 +25,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from kamui_dist import distributed, parallel
+from kamui_dist import distributed, knobs, parallel
 from kamui_dist.config import Config
 from kamui_dist.metrics import Metrics
 from kamui_dist.plan import make_plan
 from kamui_dist.precision import LossScaler
 from kamui_dist.saver import Saver
 from kamui_dist.state import State
-from kamui_dist.watch import Watch
+from kamui_dist.watch import Facts, Watch
 from tests.ranks import run_ranks
 
 
@@ -70,7 +70,7 @@ def build(run_dir: Path, megabytes: float, strategy: str) -> tuple[Any, nn.Modul
             optimizer.step()
             optimizer.zero_grad()
         savers[mode] = Saver(
-            run_dir / mode, cfg, plan, module, optimizer, Watch(3.0, 8, 8), LossScaler(enabled=False), metrics, {}
+            run_dir / mode, cfg, plan, module, optimizer, Watch(knobs.Watch(), Facts()), LossScaler(enabled=False), metrics, {}
         )
         (run_dir / mode / "checkpoints").mkdir(parents=True, exist_ok=True)
     return metrics, module, savers, State()

@@ -1,0 +1,163 @@
+"""Back to a good checkpoint when the watch says so, and past the data that led away from it.
+
+    RUN/rollbacks.json     every rollback of the run, written whole before anything else of it happens
+
+A rollback is an order to the next start: which step to go back to, which part of the data order to leave out, how much to
+lower the learning rate. The same process starts again at once; if it is killed first, the next one obeys the same order. Both
+go the way of an ordinary resume. Checkpoints later than the step gone back to are set aside, not deleted.
+
+The method is that of PaLM (Chowdhery et al. 2022, arXiv:2204.02311, section 5.1): restart some 100 steps before the spike and
+skip the batches that were seen around it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kamui_dist import checkpoint, distributed
+from kamui_dist.batches import positions_of
+from kamui_dist.errors import UserError
+from kamui_dist.files import write_json
+from kamui_dist.findings import Finding
+from kamui_dist.knobs import Watch
+from kamui_dist.state import State
+
+AGAIN = -1  # in place of an exit code: start again
+
+
+@dataclass(frozen=True)
+class Rollback:
+    kind: str  # of the finding
+    message: str
+    trigger_step: int
+    step: int  # of the checkpoint that it goes back to
+    gap: tuple[int, int]  # positions [first, end) of the data order that nobody will see
+    lr_factor: float
+    warmup: int  # steps in which the learning rate comes back
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """For metrics.jsonl."""
+        windows = self.gap[1] - self.gap[0]
+        return {"step": self.step, **{k: v for k, v in asdict(self).items() if k != "step"}, "skipped_windows": windows}
+
+    @property
+    def line(self) -> str:
+        lr = "" if self.lr_factor == 1 else f"; learning rate x {self.lr_factor:g} from here on"
+        return (
+            f"back from step {self.trigger_step} ({self.kind}: {self.message.rstrip('.')}) to the checkpoint of step {self.step}; "
+            f"{self.gap[1] - self.gap[0]} windows are left out{lr}"
+        )
+
+
+def lr_scale(step: int, rollbacks: Sequence[dict[str, Any]]) -> float:
+    """What the learning rate of update `step` (from 0) is multiplied by: the factors of all rollbacks, and the warmup after the
+    last one."""
+    if not rollbacks:
+        return 1.0
+    last = rollbacks[-1]
+    warmed = min(1.0, (step - last["step"] + 1) / last["warmup"]) if last["warmup"] else 1.0
+    return math.prod(r["lr_factor"] for r in rollbacks) * warmed
+
+
+def gaps(rollbacks: Iterable[dict[str, Any]]) -> list[tuple[int, int]]:
+    """The parts of the data order that are left out, merged and in order."""
+    merged: list[tuple[int, int]] = []
+    for first, end in sorted((r["gap"][0], r["gap"][1]) for r in rollbacks):
+        if merged and first <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((first, end))
+    return merged
+
+
+def order(
+    run_dir: Path, cfg: Watch, state: State, global_batch: int, findings: list[Finding]
+) -> tuple[Rollback | None, str]:
+    """Orders the next start to go back, because of the findings that ask for it. Collective. Returns what it ordered, and that
+    in words; or None, and why it cannot be: then the run has to stop."""
+    finding = next(f for f in findings if f.action == "rollback")
+    if len(state.rollbacks) >= cfg.max_rollbacks:
+        return None, f"{finding.kind}, and {len(state.rollbacks)} rollbacks were not enough (watch.max_rollbacks)"
+    since = (finding.since or finding.step) - cfg.rollback_steps
+    steps = distributed.broadcast_object([s for s, _ in checkpoint.step_directories(run_dir / "checkpoints")])
+    # Before the trouble by as much as was asked for, else at least before it was seen.
+    good = [s for s in steps if s <= since] or [s for s in steps if s < (finding.since or finding.step)]
+    if not good:
+        return None, f"{finding.kind}, and there is no checkpoint from before it to go back to"
+    # Trained windows are counted back from now; `state.samples` has those of the step that is being judged, too.
+    left_out = max(1, finding.step - max(good[-1], since))
+    end = state.samples
+    first = max(0, end - left_out * global_batch)
+    held = gaps(state.rollbacks)
+    gap = (int(positions_of(first, held)), int(positions_of(end - 1, held)) + 1)
+    ordered = Rollback(
+        finding.kind, finding.message, finding.step, good[-1], gap, cfg.rollback_lr_factor, cfg.rollback_warmup
+    )
+    with distributed.together():
+        if distributed.is_main():
+            write_json(run_dir / "rollbacks.json", [*state.rollbacks, asdict(ordered)])
+    return ordered, ordered.line
+
+
+def obey(run_dir: Path) -> list[dict[str, Any]]:
+    """At a start, before a checkpoint is chosen: sets aside those that a rollback has condemned. Collective. Returns the
+    rollbacks of the run; [] if there were none."""
+    with distributed.together():
+        ordered = _read(run_dir / "rollbacks.json") if distributed.is_main() else []
+        for number, r in enumerate(ordered, 1):
+            _condemn(run_dir / "checkpoints", number, r)
+    told: list[dict[str, Any]] = distributed.broadcast_object(ordered)
+    return told
+
+
+def _condemn(directory: Path, number: int, r: dict[str, Any]) -> None:
+    """Checkpoints that are later than rollback `number` goes back to, and were there before it."""
+    steps = checkpoint.step_directories(directory)
+    gone = {step for step, path in steps if step > r["step"] and _rollbacks_of(path) < number}
+    for step, path in steps:
+        if step in gone:
+            checkpoint.set_aside(path, f"rolled back: {r['kind']} at step {r['trigger_step']}", r["step"])
+    if (best := checkpoint.best_step(directory)) in gone:
+        state = checkpoint.open_checkpoint(dict(steps)[r["step"]]).state["state"] if r["step"] in dict(steps) else {}
+        if (best := state.get("best_step")) in dict(steps):
+            write_json(directory / "best.json", {"step": best, "val_loss": state["best_val_loss"]})
+        else:
+            (directory / "best.json").unlink()
+
+
+def protected(cfg: Watch, steps: Sequence[int], step: int) -> set[int]:
+    """Of the `steps` that have checkpoints, the one that a rollback would want after update `step`; none if nothing asks for
+    rollbacks."""
+    if "rollback" not in cfg.model_dump().values():
+        return set()
+    return {max((s for s in steps if s <= step - cfg.rollback_steps - cfg.divergence_steps), default=step)}
+
+
+def _rollbacks_of(path: Path) -> int:
+    try:
+        return len(checkpoint.open_checkpoint(path).state["state"].get("rollbacks", []))
+    except checkpoint.CheckpointError:
+        return 1 << 30  # damaged: not for us to judge
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        for r in found:
+            first, end = r["gap"]
+            numbers = (r["trigger_step"], r["step"], first, end, r["warmup"])
+            if not (all(type(n) is int and n >= 0 for n in numbers) and first < end and 0 < r["lr_factor"] <= 1):
+                raise ValueError(f"not a rollback: {r}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} cannot be used: {error}; put it right or, to forget the rollbacks, remove it"
+        ) from None
+    return list(found)
