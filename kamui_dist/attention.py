@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 FLEX_HEAD_SIZES = (16, 32, 64, 128, 256)  # what its kernel tiles without padding
+SCORES = 1 << 24  # that `largest_score` has in memory at a time: 64 MiB in fp32
 Mask = Any  # None: causal only; a bool tensor; a BlockMask
 
 
@@ -59,3 +60,26 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, grouped:
             q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=grouped
         )
     return _compiled_flex()(q, k, v, block_mask=mask, enable_gqa=grouped)
+
+
+@torch.no_grad()
+def largest_score(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    """The largest pre-softmax score q.k / sqrt(Q) of all that the mask allows: 0-dim, fp32.
+
+    q (B, H, T, Q), k (B, K, T, Q); mask: None for causal only, or bool (B, 1, T, T) (`document_mask` without flex). It grows
+    before training becomes unstable (Dehghani et al. 2023, arXiv:2302.05442). Some rows of queries at a time, so
+    that the T x T scores of all heads are never there together. Under autocast to its precision: 3 digits in bf16.
+    """
+    B, H, T, Q = q.shape
+    grouped = q.unflatten(1, (k.shape[1], -1))  # (B, K, H / K, T, Q): the query heads of each key head
+    rows, largest = max(1, SCORES // (B * H * T)), []
+    for first in range(0, T, rows):
+        end = min(first + rows, T)  # query `first` sees keys 0 .. first
+        part = grouped[..., first:end, :]
+        scores = (part.flatten(2, 3) @ k[:, :, :end].mT).unflatten(2, part.shape[2:4])  # (B, K, H / K, rows, end)
+        if mask is None:
+            visible = torch.ones(end - first, end, dtype=torch.bool, device=q.device).tril(first)
+        else:
+            visible = mask[:, :, None, first:end, :end]
+        largest.append(scores.masked_fill_(~visible, -torch.inf).amax())
+    return torch.stack(largest).amax().float() / Q**0.5

@@ -24,6 +24,8 @@ COMMANDS = {
     "submit": "check a run and submit it to a cluster",
     "status": "how a run is doing: step, loss, speed, time left, job",
     "check": "preflight: network, disk, clocks and strategies of all ranks",
+    "diagnose": "what is wrong with a run, or with another trainer's log, and what to do",
+    "report": "the summary of a run: outcome, cost, goodput, findings, next step",
     "inspect": "list, verify and pin checkpoints; print what an update trains on",
 }
 _EPILOG = """Train with   python -m kamui_dist.train CONFIG   (or torchrun ... -m kamui_dist.train CONFIG).

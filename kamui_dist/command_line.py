@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from pathlib import Path
 
 from kamui_dist import config, job, lock, schedule, signals
 from kamui_dist.config import Config
-from kamui_dist.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
+from kamui_dist.errors import EXIT_DIVERGED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from kamui_dist.plan import Plan, make_plan
 
 
@@ -17,6 +18,8 @@ def begin(argv: list[str]) -> tuple[Config, signals.StopRequest]:
     """From now on signals are heard; the config is read and checked. Ends the process itself for --print-config and the like
     (exit 0) and for a config that is wrong (exit 2)."""
     stop = signals.StopRequest().install()
+    if job.restarts() and _noted():
+        sys.exit(EXIT_FINISHED)  # a restart cannot help; see for_launcher
     options = _parser().parse_intermixed_args(argv)  # options may stand before, between and after the overrides
     try:
         strict = ["run.resume_strict=true"] if options.resume_strict else []
@@ -38,6 +41,7 @@ def begin(argv: list[str]) -> tuple[Config, signals.StopRequest]:
         error.alike = True
         tell(error)
         sys.exit(EXIT_USER_ERROR)
+    signals.guard_start_up(stop)
     if os.environ.get("RANK", "0") == "0":
         for note in notes:
             print(f"note: {note}")
@@ -50,7 +54,8 @@ def begin(argv: list[str]) -> tuple[Config, signals.StopRequest]:
 
 def tell(error: UserError) -> None:
     """One line a fault on stderr. What all ranks agreed on, rank 0 tells; what all ranks of a node found alike, the
-    first of them; anything else, the rank that has it."""
+    first of them; anything else, the rank that has it. Notes the exit code."""
+    _note(EXIT_USER_ERROR)
     rank = os.environ.get("RANK", "0")
     if error.agreed:
         speaks = rank == "0"
@@ -61,10 +66,37 @@ def tell(error: UserError) -> None:
             print(f"error: {line}" if rank == "0" else f"error: rank {rank}: {line}", file=sys.stderr, flush=True)
 
 
-def for_launcher(code: int) -> int:
+def for_launcher(code: int, agreed: bool = True) -> int:
     """The exit code of the process. To torchrun any other than 0 is a failure: it would restart what was stopped on request, or
-    print pages about it; status.json has the code all the same."""
-    return EXIT_FINISHED if code == EXIT_STOPPED and "TORCHELASTIC_RUN_ID" in os.environ else code
+    print pages about it; status.json has the code all the same.
+
+    A user's mistake (2) and a stop by the watch (70) would end the same way again. Where our launch scripts wait for the code in
+    a file (KAMUI_EXIT_CODE_FILE), it is noted there, the processes end with 0, and torchrun is silent and restarts nothing; the
+    script then ends with the noted code. A torchrun that was started by hand gets the real one: it must not end with 0.
+    agreed: every rank of the run ends with this code. If not, torchrun has to end the others: the next attempt then sees the
+    noted code, and ends before it has begun.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return code
+    if code in (EXIT_USER_ERROR, EXIT_DIVERGED):
+        return EXIT_FINISHED if _note(code) and agreed else code
+    return EXIT_FINISHED if code == EXIT_STOPPED else code
+
+
+def _note(code: int) -> bool:
+    """Leaves `code` for our launch scripts, if one waits for it."""
+    with contextlib.suppress(OSError):
+        if path := os.environ.get("KAMUI_EXIT_CODE_FILE"):
+            return Path(path).write_text(f"{code}\n", encoding="ascii") > 0
+    return False
+
+
+def _noted() -> bool:
+    """Whether an earlier attempt of this torchrun has left a code."""
+    with contextlib.suppress(OSError):
+        if path := os.environ.get("KAMUI_EXIT_CODE_FILE"):
+            return bool(Path(path).read_text(encoding="ascii"))
+    return False
 
 
 def _parser() -> argparse.ArgumentParser:

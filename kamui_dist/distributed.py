@@ -61,6 +61,9 @@ def start(device: torch.device, timeout_minutes: float) -> None:
     """Joins the process group that the environment describes; with one process there is none. Blocks until all ranks are there."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
+    if dist.is_initialized():  # after a rollback: the ranks are the same
+        set_timeout(timeout_minutes)
+        return
     # The gloo half carries objects and checkpoint planning, so that neither touches the GPU's queue. Without device_id: NCCL
     # takes the current device, which choose_device has set, and groups of gloo alone can still be made beside it.
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
@@ -110,12 +113,13 @@ def barrier() -> None:
         gather_objects(None)  # over gloo: a barrier on NCCL would launch a kernel
 
 
-def gather_objects(obj: Any) -> list[Any]:
-    """`obj` of every rank, in rank order, on every rank. Plain picklable objects only; small ones."""
+def gather_objects(obj: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """`obj` of every rank, in rank order, on every rank. Plain picklable objects only; small ones. `group`: another one of all
+    ranks than the training's."""
     if not dist.is_initialized():
         return [obj]
     out: list[Any] = [None] * world_size()
-    dist.all_gather_object(out, obj)  # over gloo, also beside NCCL
+    dist.all_gather_object(out, obj, group=group)  # over gloo, also beside NCCL
     return out
 
 

@@ -1,10 +1,10 @@
-"""One record a step -> metrics.jsonl (the source of truth), console, TensorBoard; throughput, MFU, memory. Rank 0 writes."""
+"""One record a step -> metrics.jsonl (the source of truth), the console, TensorBoard (board.py); throughput, MFU, memory.
+Rank 0 writes."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import resource
 import sys
 import time
@@ -14,10 +14,14 @@ from typing import Any
 
 import torch
 
+from kamui_dist.board import Board, verbatim
 from kamui_dist.evaluate import Validation
-from kamui_dist.files import Appender, write_text
+from kamui_dist.files import Appender
+from kamui_dist.history import finite_or_null, forget_after, read_records
 from kamui_dist.state import State
 from kamui_dist.watch import Finding
+
+__all__ = ["Metrics", "forget_after", "mfu", "peak_flops", "peak_memory_gib", "peak_of", "read_records"]
 
 # Dense bf16 and fp16 FLOP/s of one device, from the makers' data sheets (without sparsity). The longest entry whose words are
 # all in the device's name counts; a device that is not here has no MFU.
@@ -25,16 +29,6 @@ PEAK_FLOPS = {
     "A100": 312e12, "A800": 312e12, "A30": 165e12, "A10G": 70e12, "A40": 149.7e12, "L4": 121e12, "L40S": 362e12,
     "H100": 989.4e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H800": 989.4e12, "H800 PCIe": 756e12, "H200": 989.4e12,
     "H200 NVL": 835e12, "GH200": 989.4e12, "H20": 148e12, "B200": 2250e12, "V100": 125e12, "V100 PCIE": 112e12,
-}  # fmt: skip
-
-TAGS = {
-    "loss": "train/loss", "loss_average": "train/loss_average", "spike": "train/spike", "lr": "train/lr",
-    "grad_norm_pre_clip": "train/grad_norm_pre_clip", "grad_norm_post_clip": "train/grad_norm_post_clip",
-    "skipped": "train/skipped", "tokens": "train/tokens", "epoch": "train/epoch", "loss_scale": "train/loss_scale",
-    "val_loss": "val/loss", "val_perplexity": "val/perplexity", "val_bits_per_byte": "val/bits_per_byte",
-    "tokens_per_sec": "perf/tokens_per_sec",
-    "mfu": "perf/mfu", "step_seconds": "perf/step_seconds", "data_seconds": "perf/data_seconds",
-    "save_seconds": "perf/save_seconds", "eval_seconds": "perf/eval_seconds", "peak_memory_gib": "memory/peak_gib",
 }  # fmt: skip
 
 
@@ -66,16 +60,21 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 class Metrics:
-    """metrics.jsonl, console and TensorBoard on rank 0; on every other rank each call does nothing."""
+    """metrics.jsonl, console and TensorBoard on rank 0; on every other rank each call does nothing.
+
+    resumed: the step that the run goes on from; records of later ones are taken out first. hparams: for TensorBoard, see board.py.
+    `lost` says what is gone with them: updates, and seconds of training, validations and checkpoints.
+    """
 
     def __init__(
-        self, run_dir: Path, enabled: bool, every: int, total_steps: int, tensorboard: bool, resumed: int
-    ) -> None:
+        self, run_dir: Path, enabled: bool, every: int, total_steps: int, tensorboard: bool, resumed: int,
+        hparams: dict[str, bool | float | str] | None = None,
+    ) -> None:  # fmt: skip
         self.enabled = enabled
-        self.first_set: str | None = None
+        self.lost = (0, 0.0)
         if not enabled:
             return
-        self.every, self.total_steps = every, total_steps
+        self.every, self.total_steps, self.resumed = every, total_steps, resumed
         self.live = sys.stdout.isatty()
         self.pace: float | None = None  # seconds a step including everything, for the ETA
         self.last = (time.monotonic(), resumed)
@@ -83,41 +82,26 @@ class Metrics:
         self.findings_path = run_dir / "findings.jsonl"
         self.findings_file: Appender | None = None  # made when there is something to say
         path = run_dir / "metrics.jsonl"
-        forget_after(path, resumed)
+        self.lost = forget_after(path, resumed)
         forget_after(self.findings_path, resumed)
         self.file = Appender(path)
-        self.board = None
+        self.board: Board | None = None
         if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            # purge_step: what an earlier attempt wrote after our checkpoint is dropped, so that no curve zigzags.
-            self.board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resumed + 1)
+            with self._tensorboard():
+                self.board = Board(run_dir / "tensorboard", resumed, hparams)
 
     def write(self, kind: str, **values: Any) -> None:
         """One record. Non-finite numbers become null. A step's points go to TensorBoard every `log.every` steps."""
         if not self.enabled:
             return
-        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        clean = finite_or_null(values)
         self.file.write(json.dumps({"kind": kind, **clean, "time": round(time.time(), 3)}, allow_nan=False) + "\n")
         if (clean.get("mfu") or 0.0) > 1.0 and not self.warned:
             self.warned = True
             self.say(f"warning: mfu {values['mfu']:.2f} is above 1, which no device reaches; log.peak_flops is too low")
-        step = values.get("step", 0)
-        if self.board and (kind != "step" or self.due(step)):
+        if self.board and (kind != "step" or self.due(values.get("step", 0))):
             with self._tensorboard():
-                self._points(clean, step)
-
-    def _points(self, values: dict[str, Any], step: int) -> None:
-        assert self.board is not None
-        # The first validation set is val/..., another one val_<name>/...
-        other = f"val_{values['set']}/" if values.get("set", self.first_set) != self.first_set else None
-        for name, value in values.items():
-            if name in TAGS and value is not None and (other is None or TAGS[name].startswith("val/")):
-                self.board.add_scalar(TAGS[name].replace("val/", other or "val/"), float(value), step)
-        for name, source in (values.get("sources") or {}).items():
-            self.board.add_scalar(f"data/tokens_{name}", float(source["tokens"]), step)
-            if source.get("loss") is not None:
-                self.board.add_scalar(f"train/loss_{name}", float(source["loss"]), step)
+                self.board.record(kind, clean)
 
     @contextlib.contextmanager
     def _tensorboard(self) -> Iterator[None]:
@@ -128,10 +112,11 @@ class Metrics:
             self.board = None
             self.say(f"warning: TensorBoard's file cannot be written ({error}); no more points until the next start")
 
-    def text(self, tag: str, text: str, step: int = 0) -> None:
+    def text(self, tag: str, text: str, step: int | None = None) -> None:
+        """Markdown, for TensorBoard only. step None: the one that the run goes on from."""
         if self.enabled and self.board:
             with self._tensorboard():
-                self.board.add_text(tag, text, step)
+                self.board.text(tag, text, self.resumed if step is None else step)
 
     def due(self, step: int) -> bool:
         return step % self.every == 0 or step in (1, self.total_steps)
@@ -168,7 +153,7 @@ class Metrics:
                 values["val_bits_per_byte"] = result.bits_per_byte
                 told.append(f"{result.bits_per_byte:.4f} bits a byte")
             if first:
-                self.first_set, values["best"] = result.name, improved
+                values |= {"best": improved, "best_val_loss": state.best_val_loss}
                 told.append("best so far" if improved else f"best {state.best_val_loss} at step {state.best_step}")
             self.write("eval", step=state.step, tokens=state.tokens, **values, eval_seconds=result.seconds)
             self.say(" | ".join([*told, f"{result.seconds:.1f} s"]))
@@ -184,6 +169,16 @@ class Metrics:
             )
             line += f"; training was held for {measured['stall_seconds']:.3f} s" if measured["aside"] else ""
         self.say(line)
+
+    def sample(self, step: int, prompt: str, text: str | None) -> None:
+        """What the model wrote (samples.py); None: nothing was asked for."""
+        if not self.enabled or text is None:
+            return
+        self.write("sample", step=step, prompt=prompt, text=text)
+        # A bar stands where the prompt ends.
+        self.text("samples", verbatim(f"{prompt}\0{text}").replace("\0", "**&#124;**"), step)
+        before, wrote = " ".join(prompt.split())[-40:], " ".join(text.split())
+        self.say(f"sample: step {step} | ...{before} | {wrote[:120]}{'...' if len(wrote) > 120 else ''}")
 
     def findings(self, findings: list[Finding]) -> None:
         if not (self.enabled and findings):
@@ -202,9 +197,6 @@ class Metrics:
         """Before a checkpoint is published: its records must not be the part that a power failure takes."""
         if self.enabled:
             self.file.sync()
-            if self.board:
-                with self._tensorboard():
-                    self.board.flush()
 
     def close(self) -> None:
         if self.enabled:
@@ -214,27 +206,6 @@ class Metrics:
             if self.board:
                 with self._tensorboard():
                     self.board.close()
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """All whole records of a metrics.jsonl; a last line that a crash cut short is left out."""
-    records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(record, dict) and "kind" in record:
-            records.append(record)
-    return records
-
-
-def forget_after(path: Path, step: int) -> None:
-    """Takes out the records of updates that a resume from `step` does again, so that none is visible twice."""
-    if path.exists():
-        history = ("start", "resume")  # of attempts, not of updates
-        kept = [r for r in read_records(path) if r["kind"] in history or r.get("step", 0) <= step]
-        write_text(path, "".join(json.dumps(r) + "\n" for r in kept))
 
 
 def _clock(seconds: float) -> str:

@@ -93,15 +93,19 @@ class Attention(nn.Module):
         self.q_norm = Norm(cfg, self.head_size) if cfg.qk_norm else None
         self.k_norm = Norm(cfg, self.head_size) if cfg.qk_norm else None
 
-    def forward(self, x: Tensor, rope: Rope | None, mask: Mask) -> Tensor:
-        q = self.q(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # (B, H, T, Q)
-        k = self.k(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # (B, K, T, Q)
-        v = self.v(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # (B, K, T, Q)
+    def heads(self, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+        """What attention compares and mixes: q (B, H, T, Q), k and v (B, K, T, Q)."""
+        q = self.q(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        k = self.k(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        v = self.v(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
-        q, k = q.to(v.dtype), k.to(v.dtype)  # norm and rotation may have computed in fp32
+        return q.to(v.dtype), k.to(v.dtype), v  # norm and rotation may have computed in fp32
+
+    def forward(self, x: Tensor, rope: Rope | None, mask: Mask) -> Tensor:
+        q, k, v = self.heads(x, rope)
         y = attend(q, k, v, mask, self.dropout if self.training else 0.0, self.grouped)
         return self.o(y.transpose(1, 2).flatten(2))  # (B, T, D)
 
@@ -169,13 +173,15 @@ class GPT(nn.Module):
         self.head = None if cfg.tie_embeddings else nn.Linear(cfg.d_model, self.padded_vocab, bias=False)
 
     def forward(
-        self, inputs: Tensor, targets: Tensor | None = None, documents: Tensor | None = None, per_sequence: bool = False
-    ) -> Tensor:
+        self, inputs: Tensor, targets: Tensor | None = None, documents: Tensor | None = None, per_sequence: bool = False,
+        flex: bool = True,
+    ) -> Tensor:  # fmt: skip
         """Cross-entropy summed over targets != -100, fp32, 0-dim; without targets the logits, fp32, (B, T, V).
 
         inputs and targets: (B, T) int64. targets[b, t] is the token that follows inputs[b, t]. documents: (B, T) int64,
         where in the sequence each token's document begins: attention stays inside, and positions count from there.
-        per_sequence: the sum of each sequence, (B,). Raises ValueError if T exceeds the table of learned positions.
+        per_sequence: the sum of each sequence, (B,). flex: false: no FlexAttention, also where model.flex_attention allows
+        it. Raises ValueError if T exceeds the table of learned positions.
         """
         T = inputs.shape[1]
         x = self.token_embedding(inputs)  # (B, T, D)
@@ -193,7 +199,7 @@ class GPT(nn.Module):
             cos, sin = rotary_table(T, self.head_size, self.cfg.rope_theta, inputs.device)
             rope = (cos, sin) if documents is None else (cos[positions][:, None], sin[positions][:, None])
         dropout = self.cfg.dropout if self.training else 0.0
-        mask = document_mask(documents, self.head_size, dropout, self.cfg.flex_attention)
+        mask = document_mask(documents, self.head_size, dropout, flex and self.cfg.flex_attention)
         x = F.dropout(x, self.cfg.dropout, self.training)
         for block in self.blocks:
             x = block(x, rope, mask)

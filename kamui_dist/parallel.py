@@ -7,7 +7,9 @@ gradients over the data-parallel ranks, so the loss scale in the loop is the sam
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +39,7 @@ def parallelize(model: nn.Module, cfg: Config, plan: Plan, mesh: DeviceMesh | No
         model.to(device)
         _broadcast(model)
     if cfg.model.compile:
-        for block in _blocks(model):
+        for block in blocks(model).values():
             block.compile()
     if plan.shard > 1:
         assert mesh is not None
@@ -53,7 +55,7 @@ def parallelize(model: nn.Module, cfg: Config, plan: Plan, mesh: DeviceMesh | No
 
 def check_shards(model: nn.Module, plan: Plan) -> None:
     """Raises UserError if some rank would hold nothing of a block. Before anything is made; also on meta."""
-    sizes = [[p.shape[0] if p.ndim else 1 for p in block.parameters()] for block in _blocks(model) or [model]]
+    sizes = [[p.shape[0] if p.ndim else 1 for p in block.parameters()] for block in blocks(model).values() or [model]]
     rows = min(max(size) for size in sizes if size)
     if plan.shard > rows:
         raise UserError(
@@ -62,11 +64,12 @@ def check_shards(model: nn.Module, plan: Plan) -> None:
         )
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The units that are compiled and sharded: the children of every ModuleList (none: the model is one unit)."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    inner = {id(m) for outer in lists for child in outer for m in child.modules()}
-    return [child for one in lists if id(one) not in inner for child in one]
+def blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The units that are compiled and sharded, by name: the children of every ModuleList (none: the model is one unit)."""
+    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    inner = {id(m) for outer in lists.values() for child in outer for m in child.modules()}
+    outer = {name: one for name, one in lists.items() if id(one) not in inner}
+    return {f"{name}.{i}": child for name, one in outer.items() for i, child in one.named_children()}
 
 
 def _shard(model: nn.Module, cfg: Config, mesh: DeviceMesh) -> None:
@@ -77,7 +80,7 @@ def _shard(model: nn.Module, cfg: Config, mesh: DeviceMesh) -> None:
         reduce_dtype=None if reduce == param else reduce,
         cast_forward_inputs=False,  # the activations have their type already, and the rotary table must keep fp32
     )
-    for block in _blocks(model):
+    for block in blocks(model).values():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=cfg.parallel.reshard_after_forward)
     # What is left (embeddings, final norm, head) is the root's group. It is needed again at once in backward: not resharded.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
@@ -152,6 +155,31 @@ def gradient_sync(model: nn.Module, last: bool, defer: bool = True) -> Iterator[
         model.set_requires_all_reduce(last)
         model.set_is_last_backward(last)
     yield
+
+
+def show_own_gradients(model: nn.Module, see: Callable[[int, torch.Tensor], None]) -> None:
+    """FSDP, once: `see(k, gradient)` for each sharded unit k and backward that communicates, with this rank's own gradient in a
+    flat tensor (in parallel.reduce_dtype), before it is averaged over ranks. Elsewhere it is what `.grad` holds meanwhile."""
+    for k, module in enumerate(m for m in model.modules() if isinstance(m, FSDPModule)):
+        module.set_custom_reduce_scatter(_ShownReduceScatter(functools.partial(see, k)))  # type: ignore[arg-type]
+
+
+class _ShownReduceScatter:
+    """FSDP's own reduce-scatter, with a look at what goes in."""
+
+    def __init__(self, see: Callable[[torch.Tensor], None]) -> None:
+        self.see = see
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:  # fmt: skip
+        self.see(input_tensor)
+        # 2.13 renamed it, as all_gather_single in distributed.py
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 def _gradients(model: nn.Module) -> list[torch.Tensor]:

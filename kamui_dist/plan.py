@@ -105,6 +105,21 @@ def _contradictions(cfg: Config) -> Iterator[str]:
     if cfg.data.val_path is None and not cfg.eval.sets and cfg.eval.patience:
         yield f"eval.patience = {cfg.eval.patience} needs data.val_path"
     yield from _data_contradictions(cfg)
+    yield from _profile_contradictions(cfg)
+
+
+def _profile_contradictions(cfg: Config) -> Iterator[str]:
+    if not (steps := cfg.log.profile_steps):
+        return
+    first, last = steps[0], steps[-1]
+    if first < 1:
+        yield f"log.profile_steps = {steps}: steps count from 1"
+    elif last < first:
+        yield f"log.profile_steps = {steps}: the last step is before the first; write [{last}, {first}]"
+    elif last - first >= 50:
+        yield f"log.profile_steps = {steps} are {last - first + 1} steps; 50 at most, and 3 to 5 say as much"
+    elif cfg.train.steps is not None and first > cfg.train.steps:
+        yield f"log.profile_steps = {steps}: the run has only train.steps = {cfg.train.steps}"
 
 
 def _data_contradictions(cfg: Config) -> Iterator[str]:

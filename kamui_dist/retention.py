@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 
 from kamui_dist import distributed
+from kamui_dist.knobs import CheckpointSection
 from kamui_dist.manifest import CheckpointError, check_sizes, open_checkpoint, remove, step_directories
 
 _SLACK = 1 << 20  # of a checkpoint's size, for its manifest and what the file system keeps for itself
@@ -52,6 +54,35 @@ def prune(directory: Path, keep: int, keep_every: int, protect: set[int]) -> lis
         except OSError as error:
             print(f"warning: old checkpoint {path} was not removed: {error}", file=sys.stderr, flush=True)
     return removed
+
+
+class Pruner:
+    """`prune` in a thread of rank 0: deleting may take minutes, and with checkpoint.async it comes in the middle of a step, in
+    which the other ranks would wait for rank 0 and take it for one that hangs."""
+
+    def __init__(self, directory: Path, cfg: CheckpointSection) -> None:
+        self.directory, self.cfg = directory, cfg
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """After a checkpoint, on rank 0."""
+        # a daemon: what a crash leaves half deleted goes at the next start
+        self._thread = threading.Thread(target=self._run, args=(self._thread,), name="prune", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until all is deleted; at once on other ranks."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self, before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()
+        best = best_step(self.directory) if self.cfg.best else None
+        try:
+            prune(self.directory, self.cfg.keep, self.cfg.keep_every, set() if best is None else {best})
+        except OSError as error:
+            print(f"warning: no old checkpoint was deleted: {error}", file=sys.stderr, flush=True)
 
 
 def whole(path: Path) -> bool:

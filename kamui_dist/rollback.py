@@ -43,16 +43,18 @@ class Rollback:
     @property
     def record(self) -> dict[str, Any]:
         """For metrics.jsonl."""
-        windows = self.gap[1] - self.gap[0]
-        return {"step": self.step, **{k: v for k, v in asdict(self).items() if k != "step"}, "skipped_windows": windows}
+        told = asdict(self)
+        return {"finding": told.pop("kind"), **told, "skipped_windows": self.gap[1] - self.gap[0]}
 
     @property
-    def line(self) -> str:
-        lr = "" if self.lr_factor == 1 else f"; learning rate x {self.lr_factor:g} from here on"
-        return (
+    def finding(self) -> Finding:
+        lr = f", with the learning rate x {self.lr_factor:g}" if self.lr_factor != 1 else ""
+        return Finding(
+            "rollback", self.step,
             f"back from step {self.trigger_step} ({self.kind}: {self.message.rstrip('.')}) to the checkpoint of step {self.step}; "
-            f"{self.gap[1] - self.gap[0]} windows are left out{lr}"
-        )
+            f"{self.gap[1] - self.gap[0]} windows are left out{lr}.",
+            "see that finding.", "look at the incident; if it comes again, lower optim.lr or watch.rollback_lr_factor.", "note",
+        )  # fmt: skip
 
 
 def lr_scale(step: int, rollbacks: Sequence[dict[str, Any]]) -> float:
@@ -79,8 +81,8 @@ def gaps(rollbacks: Iterable[dict[str, Any]]) -> list[tuple[int, int]]:
 def order(
     run_dir: Path, cfg: Watch, state: State, global_batch: int, findings: list[Finding]
 ) -> tuple[Rollback | None, str]:
-    """Orders the next start to go back, because of the findings that ask for it. Collective. Returns what it ordered, and that
-    in words; or None, and why it cannot be: then the run has to stop."""
+    """Orders the next start to go back, because of the findings that ask for it. Collective. Returns what it ordered; or
+    None, and why it cannot be: then the run has to stop."""
     finding = next(f for f in findings if f.action == "rollback")
     if len(state.rollbacks) >= cfg.max_rollbacks:
         return None, f"{finding.kind}, and {len(state.rollbacks)} rollbacks were not enough (watch.max_rollbacks)"
@@ -102,14 +104,14 @@ def order(
     with distributed.together():
         if distributed.is_main():
             write_json(run_dir / "rollbacks.json", [*state.rollbacks, asdict(ordered)])
-    return ordered, ordered.line
+    return ordered, ""
 
 
 def obey(run_dir: Path) -> list[dict[str, Any]]:
     """At a start, before a checkpoint is chosen: sets aside those that a rollback has condemned. Collective. Returns the
     rollbacks of the run; [] if there were none."""
     with distributed.together():
-        ordered = _read(run_dir / "rollbacks.json") if distributed.is_main() else []
+        ordered = read(run_dir) if distributed.is_main() else []
         for number, r in enumerate(ordered, 1):
             _condemn(run_dir / "checkpoints", number, r)
     told: list[dict[str, Any]] = distributed.broadcast_object(ordered)
@@ -146,7 +148,9 @@ def _rollbacks_of(path: Path) -> int:
         return 1 << 30  # damaged: not for us to judge
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def read(run_dir: Path) -> list[dict[str, Any]]:
+    """The rollbacks of a run, in order. Raises UserError for a file that is damaged."""
+    path = run_dir / "rollbacks.json"
     if not path.exists():
         return []
     try:

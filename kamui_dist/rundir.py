@@ -1,11 +1,10 @@
 """The run directory: who may write into it, effective config, provenance, status. Rank 0 writes; what goes wrong is agreed by
-all ranks."""
+all ranks. Where rank 0 has died, another one tells it."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import platform
 import shutil
@@ -17,15 +16,15 @@ from pathlib import Path
 import numpy
 import torch
 
-from kamui_dist import __version__, checkpoint, config, distributed, job, watchdog
+from kamui_dist import __version__, config, distributed, retention, signals, status, watchdog
 from kamui_dist.config import Config
-from kamui_dist.errors import EXIT_FINISHED, EXIT_HUNG, UserError
-from kamui_dist.files import write_json, write_text
+from kamui_dist.errors import EXIT_FINISHED, EXIT_HUNG, EXIT_STOPPED, UserError
+from kamui_dist.files import FULL, write_json, write_text
 from kamui_dist.lock import Lock, held_by_other
 from kamui_dist.plan import Plan
 from kamui_dist.state import State
 
-_STARTED = time.time()
+_RANK_0_SECONDS = 3.0  # in which it tells a failure that all ranks have, if it lives
 
 
 _lock: Lock | None = None  # rank 0's
@@ -53,12 +52,16 @@ def prepare(path: Path) -> None:
                 probe.touch()
                 probe.unlink()
             except OSError as error:
-                raise UserError(f"run.dir: {path} cannot be written: {error.strerror}") from None
+                raise UserError(_no_access(path, "written", error)) from None
     if not _ours:
         _take(path)
     with distributed.together():
         if distributed.is_main():
-            watchdog.clear(path)
+            try:
+                status.reserve(path)
+                watchdog.clear(path)
+            except OSError as error:
+                raise UserError(_no_access(path, "written", error)) from None
 
 
 def _take(path: Path) -> None:
@@ -69,8 +72,19 @@ def _take(path: Path) -> None:
             try:
                 _lock = Lock(path)
             except OSError as error:
-                raise UserError(f"run.dir: {path} cannot be locked: {error.strerror}") from None
+                raise UserError(_no_access(path, "locked", error)) from None
     _ours = True
+    if signals.start_up is not None:
+        signals.start_up.tell = functools.partial(ended_early, path)
+
+
+def _no_access(path: Path, what: str, error: OSError) -> str:
+    if error.errno not in FULL:
+        return f"run.dir: {path} cannot be {what}: {error.strerror}"
+    return (
+        f"run.dir: {path} cannot be {what}: the disk is full, or a quota is used up; free some of: "
+        f"{retention.what_to_free(path / 'checkpoints')}"
+    )
 
 
 def release() -> None:
@@ -104,10 +118,20 @@ def _device_name(device: torch.device) -> str:
 
 
 def describe(path: Path, cfg: Config, device: torch.device, fingerprint: str, tokenizer: str | None) -> None:
-    """config.toml, provenance.json and a copy of the tokenizer: what is needed to repeat and to use the run. Rank 0."""
+    """config.toml, provenance.json and a copy of the tokenizer: what is needed to repeat and to use the run. Collective.
+    Raises UserError on every rank if there is no room for them."""
     devices = distributed.gather_objects(_device_name(device))
-    if not distributed.is_main():
-        return
+    with distributed.together():
+        if distributed.is_main():
+            try:
+                _describe(path, cfg, device, fingerprint, tokenizer, devices)
+            except OSError as error:
+                raise UserError(_no_access(path, "written", error)) from None
+
+
+def _describe(
+    path: Path, cfg: Config, device: torch.device, fingerprint: str, tokenizer: str | None, devices: list[str]
+) -> None:
     write_text(path / "config.toml", config.to_toml(cfg))
     write_json(path / "provenance.json", {
         **_versions(device), "command": [sys.executable, *sys.orig_argv[1:]], "cwd": str(Path.cwd()),
@@ -121,16 +145,9 @@ def describe(path: Path, cfg: Config, device: torch.device, fingerprint: str, to
 def write_status(
     path: Path, outcome: str, step: int, reason: str = "", exit_code: int | None = None, requeue: bool = False
 ) -> None:
-    """status.json, which scripts read since torchrun hides exit codes. `requeue`: running the same command again will help."""
+    """Rank 0; see status.py."""
     if int(os.environ.get("RANK", "0")) == 0:
-        _write_status(path, outcome, step, reason, exit_code, requeue)
-
-
-def _write_status(path: Path, outcome: str, step: int, reason: str, exit_code: int | None, requeue: bool) -> None:
-    write_json(path / "status.json", {
-        "outcome": outcome, "step": step, "reason": reason, "requeue": requeue, "exit_code": exit_code, "pid": os.getpid(),
-        "restarts": job.restarts(),
-    })  # fmt: skip
+        status.write(path, outcome, step, reason, exit_code, requeue)
 
 
 def close(path: Path, outcome: str, step: int, reason: str, exit_code: int, requeue: bool = False) -> None:
@@ -169,34 +186,42 @@ def record_failure(cfg: Config, error: BaseException, exit_code: int) -> None:
     not_ours = _ours is False or (_ours is None and held_by_other(path))
     if isinstance(error, UserError) and _lock is not None:
         _leave_nothing(path)
-    if not path.is_dir() or not_ours or (rank and getattr(error, "agreed", False)):
+    if not path.is_dir() or not_ours:
         return
-    step = 0
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        status = json.loads((path / "status.json").read_text(encoding="utf-8"))
-        step = status["step"]
-        if status["outcome"] == "failed" and (path / "status.json").stat().st_mtime >= _STARTED:
-            return
+    end = time.monotonic() + (_RANK_0_SECONDS if rank and getattr(error, "agreed", False) else 0)
+    while not (told := status.told(path)) and path.is_dir() and time.monotonic() < end:
+        time.sleep(0.05)
+    if told or not path.is_dir():
+        return
+    outcome, requeue = "failed", not isinstance(error, UserError)
     reason = (f"rank {rank}: " if rank else "") + (str(error) or type(error).__name__).splitlines()[0]
+    if (
+        requeue and signals.start_up is not None and signals.start_up.orphan
+    ):  # torchrun had the store by which ranks meet
+        outcome, reason, exit_code = "stopped", "the launcher is gone", EXIT_STOPPED
     with contextlib.suppress(OSError):  # it must not hide the error that it tells
-        _write_status(path, "failed", step, reason, exit_code, requeue=not isinstance(error, UserError))
+        status.write(path, outcome, status.step(path), reason, exit_code, requeue)
 
 
 def _leave_nothing(path: Path) -> None:
     """Takes away a run directory in which there is nothing but what prepare() has just made."""
     release()
     with contextlib.suppress(OSError):
-        made = {".lock", "checkpoints", "heartbeat"}
+        made = {".lock", status.SPARE, "checkpoints", "heartbeat"}
         if {p.name for p in path.iterdir()} <= made and not any((path / "checkpoints").iterdir()):
             shutil.rmtree(path)
 
 
+def ended_early(path: Path, outcome: str, reason: str, exit_code: int, requeue: bool) -> None:
+    """In a thread, just before the end of the process. The first rank tells it."""
+    with contextlib.suppress(OSError):
+        if not status.told(path):
+            status.write(path, outcome, status.step(path), reason, exit_code, requeue)
+
+
 def hung(path: Path, text: str) -> None:
-    """In the watchdog, just before the end of the process. The first rank tells it."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        status = json.loads((path / "status.json").read_text(encoding="utf-8"))
-        if status["outcome"] == "running":
-            _write_status(path, "failed", status["step"], text, EXIT_HUNG, requeue=True)
+    """In the watchdog: as `ended_early`."""
+    ended_early(path, "failed", text, EXIT_HUNG, requeue=True)
 
 
 def _where_ranks_were(cfg: Config) -> str:
@@ -206,13 +231,8 @@ def _where_ranks_were(cfg: Config) -> str:
     return f"\n{told}" if told else ""
 
 
-def published(path: Path, cfg: Config, state: State) -> None:
-    """After a checkpoint: best.json, retention, status. Rank 0."""
-    if not distributed.is_main():
-        return
+def published(path: Path, state: State) -> None:
+    """After a checkpoint: best.json and status. Rank 0."""
     if state.best_step == state.step:
         write_json(path / "checkpoints" / "best.json", {"step": state.step, "val_loss": state.best_val_loss})
-    best = checkpoint.best_step(path / "checkpoints") if cfg.checkpoint.best else None
-    protect = set() if best is None else {best}
-    checkpoint.prune(path / "checkpoints", cfg.checkpoint.keep, cfg.checkpoint.keep_every, protect)
     write_status(path, "running", state.step)

@@ -77,10 +77,13 @@ class Saver:
         self._mine: set[str] = set()  # names of what this rank writes, of tensors with this signature
         self._signature = ""
         self._owed = False
+        self._pruner = retention.Pruner(self.directory, cfg.checkpoint)
         self._bytes = 0  # of the last checkpoint
         self._seconds = 0.0
         self._check_seconds = 0.0
-        checkpoint_group()  # made by all ranks, here: never in a thread
+        # Made by all ranks, here: never in a thread. All that a save has to agree on goes through it and not through the group of
+        # training, whose time limits are short.
+        self._group = checkpoint_group()
 
     @property
     def seconds(self) -> float:
@@ -102,7 +105,7 @@ class Saver:
         """
         self._owed = False
         began = time.perf_counter()
-        self.wait()
+        self._land()
         self.metrics.sync()
         tensors = training_tensors(self.module, self.optimizer)
         finding = self._examine(state.step, tensors, final)
@@ -141,11 +144,15 @@ class Saver:
             self._settle(self._job, max(codes), final=False)
 
     def wait(self) -> None:
-        """Until nothing is in flight; at the end of a run too. Raises as `poll`."""
+        """Until nothing is in flight and nothing is being deleted: at the end of a run. Raises as `poll`."""
+        self._land()
+        self._pruner.wait()
+
+    def _land(self) -> None:
         if self._job is not None:
             assert self._job.thread is not None
             self._job.thread.join()
-            self._settle(self._job, max(distributed.gather_objects(self._job.code)), final=False)
+            self._settle(self._job, max(distributed.gather_objects(self._job.code, self._group)), final=False)
 
     def _write(self, job: _Job, tensors: dict[str, Tensor], copies: dict[str, Tensor] | None) -> None:
         try:
@@ -185,7 +192,8 @@ class Saver:
         """Rank 0. Older checkpoints go only once the new one is seen to be whole on the disk."""
         try:
             if retention.whole(saved.path):
-                rundir.published(self.run_dir, self.cfg, state)
+                rundir.published(self.run_dir, state)
+                self._pruner.start()
             else:
                 print(f"warning: {saved.path} is not whole: no older one is deleted", file=sys.stderr, flush=True)
         except (OSError, ValueError) as error:  # ValueError: a best loss of infinity is no JSON
@@ -200,16 +208,20 @@ class Saver:
         parts = ((name, local_part(t).shape, t.shape, t.dtype) for name, t in tensors.items())
         signature = hashlib.sha256(repr(list(parts)).encode()).hexdigest() if self.cfg.checkpoint.async_ else ""
         room = retention.free_bytes(self.directory)
-        told = distributed.gather_objects((bad[:3], health.digest(sums), room, signature != self._signature))
+        mine = (bad[:3], health.digest(sums), room, signature != self._signature)
+        told = distributed.gather_objects(mine, self._group)
         if broken := {rank: names for rank, (names, *_) in enumerate(told) if names}:
             return health.not_finite(step, broken)
         groups = [[(rank, told[rank][1]) for rank in group] for group in parallel.replicas(self.plan)]
         if any(len({digest for _, digest in group}) > 1 for group in groups):
-            everybody = distributed.gather_objects(sums)
+            everybody = distributed.gather_objects(sums, self._group)
             names = [n for n in sums if any(len({everybody[r][n] for r, _ in g}) > 1 for g in groups if g)]
             return health.divergence(step, groups, names, len(sums))
         needed = retention.needed_bytes(self._bytes or sum(t.numel() * t.element_size() for t in tensors.values()))
         room = min(told[rank][2] for rank in range(len(told)))
+        if room < needed:  # there may be more when rank 0 has deleted what it is about to
+            self._pruner.wait()
+            room = distributed.gather_objects(retention.free_bytes(self.directory), self._group)[0]
         if room < needed and not final:
             return self._no_room(step, room, needed)
         if any(changed for *_, changed in told):

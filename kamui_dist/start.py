@@ -11,7 +11,7 @@ import safetensors
 import torch
 from torch import nn
 
-from kamui_dist import checkpoint, distributed, job, metrics, mixture, parallel, resume_report, rundir
+from kamui_dist import checkpoint, distributed, job, metrics, mixture, parallel, resume_report, rollback, rundir
 from kamui_dist.checkpoint import Checkpoint
 from kamui_dist.config import Config
 from kamui_dist.errors import UserError
@@ -20,6 +20,7 @@ from kamui_dist.model import GPT
 from kamui_dist.plan import Plan
 from kamui_dist.precision import LossScaler
 from kamui_dist.resume_report import Change
+from kamui_dist.schedule import lr_at
 from kamui_dist.signals import Pace
 from kamui_dist.tensors import model_tensors
 from kamui_dist.watch import Facts, Watch
@@ -104,13 +105,25 @@ def pace(cfg: Config, run_dir: Path, validates: bool, parameters: int, saved: Ca
     return Pace(cfg.eval.every if validates else 0, cfg.checkpoint.every, guess, saved)
 
 
+def learning_rate(cfg: Config, plan: Plan, rollbacks: list[dict[str, Any]]) -> Callable[[int], float]:
+    """The learning rate of update `step` (from 0): the schedule's, and what rollbacks have made of it."""
+
+    def rate(step: int) -> float:
+        return rollback.lr_scale(step, rollbacks) * lr_at(
+            step, kind=cfg.schedule.kind, peak=cfg.optim.lr, floor=cfg.schedule.min_lr, total=plan.steps,
+            warmup=plan.warmup_steps, decay=plan.decay_steps, decay_shape=cfg.schedule.decay_shape,
+        )  # fmt: skip
+
+    return rate
+
+
 def watch_facts(cfg: Config, plan: Plan, fresh: bool) -> Facts:
     """What the watch has to know of the run. fresh: begun with initial weights of ours."""
     decay = plan.decay_steps if cfg.schedule.kind == "wsd" else 0
     return Facts(
         vocab_size=cfg.model.vocab_size, steps=plan.steps, lr=cfg.optim.lr, warmup=plan.warmup_steps,
         decay_from=plan.steps - decay if decay else None, grad_clip=cfg.optim.grad_clip, windows=plan.windows,
-        global_batch=plan.global_batch, fresh=fresh and cfg.model.factory is None,
+        global_batch=plan.global_batch, fresh=fresh and cfg.model.factory is None, ranks=plan.world_size,
     )  # fmt: skip
 
 

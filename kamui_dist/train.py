@@ -31,14 +31,17 @@ from kamui_dist.data import Loader
 from kamui_dist.errors import EXIT_DIVERGED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from kamui_dist.findings import gravest
 from kamui_dist.metrics import Metrics, mfu, peak_flops, peak_memory_gib
+from kamui_dist.monitor import Monitor
 from kamui_dist.plan import make_plan
+from kamui_dist.profiler import Profiler
 from kamui_dist.saver import Saver
-from kamui_dist.schedule import lr_at
 from kamui_dist.signals import BY_HAND, REASONS, StopRequest
 from kamui_dist.state import State
+from kamui_dist.stopwatch import Stopwatch, memory_gib, slowest
 from kamui_dist.validation import Validator
 from kamui_dist.watch import Observation, Watch
 from kamui_dist.watchdog import Watchdog
+from kamui_dist.worst import Incidents
 
 
 def train(cfg: Config, stop: StopRequest) -> int:
@@ -70,7 +73,8 @@ def train(cfg: Config, stop: StopRequest) -> int:
         changed = start.changes(cfg, found, facts)
         weights = None if found else start.find_weights(cfg, model)
     rundir.prepare(run_dir)  # nothing is made before all that can be checked has been
-    Watchdog(run_dir, cfg.run, rank, ranks, state, rundir.hung).start()
+    watchdog = Watchdog(run_dir, cfg.run, rank, ranks, state, rundir.hung)
+    watchdog.start()
 
     mesh = distributed.make_mesh(device, plan.replicate, plan.shard)
     model = parallel.parallelize(model, cfg, plan, mesh, device)
@@ -95,15 +99,19 @@ def train(cfg: Config, stop: StopRequest) -> int:
     )  # fmt: skip
     saver = Saver(run_dir, cfg, plan, module, optimizer, watch, scaler, metrics, facts)
     pace = start.pace(cfg, run_dir, bool(val_sets), counts.parameters, saved=lambda: saver.seconds)
+    profiler, clock = Profiler(cfg.log, run_dir, device, rank == 0, metrics.say), Stopwatch(device)
+    monitor = Monitor(model, cfg, plan, device, clock)
+    incidents = Incidents(run_dir, cfg, plan, module, train_data, device)
     timing: dict[str, Any] = {}  # of the step before, for the watch
-    micro_batches, outcome, reason, action = None, "finished", "", ""
+    micro_batches, outcome, reason, action, evidence = None, "finished", "", "", None
 
+    rate = start.learning_rate(cfg, plan, state.rollbacks)
     validator = Validator(cfg, plan, val_sets, module, device, watch, metrics, stop, pace)
 
     asked = distributed.agreed_max(stop.poll(pace.save), device)  # while all this was made ready
     stop.stop_file = run_dir / "STOP" if rank == 0 else None
     if due := state.evaluation_due and bool(val_sets) and not asked:
-        asked = validator.run(state)[1]
+        asked = validator.run(state, 0)[1]
     if asked:
         outcome, reason = "stopped", REASONS[int(asked)]  # there is nothing new to save
     elif due:
@@ -117,7 +125,8 @@ def train(cfg: Config, stop: StopRequest) -> int:
     gc.disable()
 
     for step in range(state.step, state.step if reason else plan.steps):
-        began = time.perf_counter()
+        profiler.step(step + 1)
+        began, seen = time.perf_counter(), state.samples
 
         # 1. batch: this rank's micro-batches of global batch `step`, already on the device
         if micro_batches is None or not cfg.train.overfit_one_batch:
@@ -125,8 +134,9 @@ def train(cfg: Config, stop: StopRequest) -> int:
 
         # 2. forward + loss: cross-entropy summed over targets. The mean is over the targets of the whole global batch, whose
         #    number is known only when all ranks have met: until then the divisor is tokens_per_step, corrected in 4.
-        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        targets = torch.zeros((), dtype=torch.float64, device=device)
+        clock.start()
+        detail = monitor.begin(step + 1)
+        loss_sum, targets = torch.zeros(2, dtype=torch.float64, device=device).unbind()
         for i, (x, y, *documents) in enumerate(micro_batches):
             distributed.seed_random(cfg.run.seed, step, i)
             with parallel.gradient_sync(model, last=i == len(micro_batches) - 1, defer=cfg.parallel.defer_sync):
@@ -134,35 +144,38 @@ def train(cfg: Config, stop: StopRequest) -> int:
                     losses = model(x, y, *documents, **by_source.arguments)  # (); where sources are told apart (B,)
 
                 # 3. backward: ranks are averaged by DDP and FSDP, hence the factor `ranks`
+                clock.lap("own")
                 (losses.sum() * (scaler.scale * ranks / plan.tokens_per_step)).backward()
             loss_sum += losses.detach().sum()
             targets += (y != -100).sum()
             by_source.add(losses.detach(), y, loader.sources, i)
+        clock.lap("backward")
 
         # 4. update: what all ranks must know travels in one message; from here on, all decide alike
         rows = distributed.gather_rows(
             loss_sum, targets, parallel.grad_norm(model), stop.poll(pace.margin(state.step + 1, time.perf_counter() - began)),
-            loader.data_seconds, peak_memory_gib(device), saver.code(), *by_source.sums(), device=device,
-        )  # fmt: skip  # (ranks, 7, and 2 a source)
+            loader.data_seconds, peak_memory_gib(device), saver.code(), memory_gib(device), clock.own_seconds,
+            *by_source.sums(), device=device,
+        )  # fmt: skip  # (ranks, 9, and 2 a source)
+        clock.lap("meet")
         saver.poll([int(r[6]) for r in rows])  # an asynchronous save that all ranks have finished is published
         total_targets = sum(r[1] for r in rows)
         mean_loss = sum(r[0] for r in rows) / total_targets if total_targets else math.nan
         unscale = plan.tokens_per_step / (total_targets * scaler.scale) if total_targets else math.nan
-        raw_norm, asked, data_seconds, memory = (max(r[k] for r in rows) for k in (2, 3, 4, 5))
+        raw_norm, asked, data_seconds, peak_memory, memory = (max(r[k] for r in rows) for k in (2, 3, 4, 5, 7))
+        slow = slowest([r[8] for r in rows])
         norm, post_clip = raw_norm * unscale, math.nan
         finite = math.isfinite(mean_loss) and all(math.isfinite(r[2]) for r in rows)
-        lr = rollback.lr_scale(step, state.rollbacks) * lr_at(
-            step, kind=cfg.schedule.kind, peak=cfg.optim.lr, floor=cfg.schedule.min_lr, total=plan.steps,
-            warmup=plan.warmup_steps, decay=plan.decay_steps, decay_shape=cfg.schedule.decay_shape,
-        )  # fmt: skip
-        verdict = watch.observe(Observation(
-            step + 1, mean_loss, norm, lr, finite, data_seconds=data_seconds, memory_gib=memory, **timing,
-        ))  # fmt: skip
+        lr = rate(step)
+        verdict = watch.observe(Observation(step + 1, mean_loss, norm, lr, finite, data_seconds=data_seconds, memory_gib=memory,
+                                            **slow, **timing))  # fmt: skip
+        monitor.before_update(unscale)
         updates = finite and verdict.action in ("", "note", "warn")
         if updates:
             norm, post_clip = parallel.clip_grad_norm(model, raw_norm, unscale, cfg.optim.grad_clip)
             optim.set_lr(optimizer, lr)
             optimizer.step()
+        clock.lap("update")
         optimizer.zero_grad(set_to_none=True)
         scaler.update(finite)
         state.advance(plan)
@@ -171,28 +184,32 @@ def train(cfg: Config, stop: StopRequest) -> int:
         pace.step(step_seconds := time.perf_counter() - began)
 
         # 5. log: one record, rank 0 writes
-        speed = plan.tokens_per_step / step_seconds
-        timing = {"step_seconds": step_seconds, "tokens_per_sec": speed}
+        timing = {"step_seconds": step_seconds, "tokens_per_sec": (speed := plan.tokens_per_step / step_seconds)}
         utilisation = mfu(speed, counts.flops_per_token, peak, ranks)
         metrics.write(
             "step", step=state.step, tokens=state.tokens, epoch=state.samples / train_data.windows, loss=mean_loss,
             loss_average=verdict.average, spike=verdict.spike, lr=lr, grad_norm_pre_clip=norm, grad_norm_post_clip=post_clip,
-            skipped=not updates, loss_scale=scaler.scale if scaler.enabled else None, targets=int(total_targets),
-            mfu=utilisation, data_seconds=data_seconds, peak_memory_gib=memory, **timing,
+            skipped=not updates, loss_scale=scaler.scale if scaler.enabled else None, targets=int(total_targets), mfu=utilisation,
+            **timing, data_seconds=data_seconds, **slow, **clock.record(), peak_memory_gib=peak_memory, memory_gib=memory,
             **by_source.record(rows, state.samples, gaps),
         )  # fmt: skip
         metrics.console(state.step, mean_loss, lr, norm, speed, utilisation)
-        metrics.findings(findings := verdict.findings)
+        findings = list(verdict.findings)
+        if detail:
+            layers = monitor.after_update(x, y, *documents)
+            metrics.write("detail", step=state.step, **layers)
+            findings += watch.detailed(state.step, layers)
+        metrics.findings(findings)
 
         # 6. evaluate: every rank takes part; who was asked to stop saves first and evaluates after the resume
         last, improved = state.step == plan.steps, False
         if validator.due(state.step, last):
-            state.evaluation_due = bool(asked)
-            if not asked:
-                improved, asked, more = validator.run(state)
-                findings = findings + more
+            improved, asked, more = validator.run(state, asked)
+            findings += more
             if state.out_of_patience(cfg.eval.patience):
                 outcome, reason = "early_stopped", f"{state.evals_since_best} validations without improvement"
+        new = watch.skipped_in_a_row == 1 and not (scaler.enabled and math.isfinite(mean_loss))
+        evidence = incidents.write(findings, new, state, micro_batches, seen, gaps) or evidence
         if (action := gravest(findings)) in ("rollback", "stop"):
             outcome, reason = "failed", f"watch: {next(f.kind for f in findings if f.action == action)}"
             break  # without a checkpoint: the last good one is the one to go back to
@@ -210,15 +227,17 @@ def train(cfg: Config, stop: StopRequest) -> int:
 
     saver.wait()
     loader.close()
+    profiler.close()
     gc.enable()
     if outcome == "failed" and action == "rollback":
-        ordered, told = rollback.order(run_dir, cfg.watch, state, plan.global_batch, findings)
-        metrics.say(f"rollback: {told}")
+        ordered, why_not = rollback.order(run_dir, cfg.watch, state, plan.global_batch, findings)
         if ordered:
             metrics.write("rollback", **ordered.record)
+            metrics.findings([ordered.finding])
             metrics.close()
+            watchdog.stop()
             return rollback.AGAIN
-        reason = f"watch: {told}"
+        reason = f"watch: {why_not}"
     code = {"stopped": EXIT_STOPPED, "failed": EXIT_DIVERGED}.get(outcome, EXIT_FINISHED)
     metrics.write("end", step=state.step, tokens=state.tokens, outcome=outcome, reason=reason)
     metrics.say(banner.farewell(outcome, reason, state, run_dir))

@@ -62,9 +62,12 @@ class Validator:
         every = self.cfg.eval.every
         return bool(self.sets) and (last or bool(every and step % every == 0))
 
-    def run(self, state: State) -> tuple[bool, int, list[Finding]]:
-        """Collective. Returns whether the loss of the first set is the best so far, 0 or the stop request that cut the
-        validation short (then it is due again), and findings."""
+    def run(self, state: State, asked: float) -> tuple[bool, int, list[Finding]]:
+        """Collective. `asked`: a stop request, agreed by all; then the validation is put off until after the resume. Returns
+        whether the loss of the first set is the best so far, that request or the one that cut it short, and findings."""
+        state.evaluation_due = bool(asked)
+        if asked:
+            return False, int(asked), []
         results, asked = evaluate_sets(
             self.module, self.sets, self.cfg, self.limit, self.device, poll=lambda: self.stop.poll(self.pace.save)
         )

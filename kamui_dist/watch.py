@@ -3,120 +3,212 @@
     verdict = watch.observe(Observation(step, loss, norm, lr, ...))      before the update, which it may forbid
     findings = watch.validated(step, val_loss)
     findings = watch.detailed(step, record)                              a look into the layers (monitor.py)
+    findings = replay(records, cfg, facts)                               the same over a metrics.jsonl
 
-A loss is judged before it is added to any statistic; spikes and non-finite values are never added.
+A loss is judged before it is added to any statistic; spikes and non-finite values are never added. The rules are in rules_*.py,
+what they are called and what helps in findings.KINDS.
+
+A finding is told once: again only after it was gone, and not within a window of steps, which doubles with every time up to 8
+windows. Where its action is more than to tell, it is told whenever it begins, and for `skip` in every step that it concerns.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kamui_dist import findings, knobs
-from kamui_dist.findings import Finding
+from kamui_dist import knobs, rules_start
+from kamui_dist.findings import KINDS, Finding, Sign
+from kamui_dist.observation import Facts, Observation, Verdict
+from kamui_dist.rules import Rule
+from kamui_dist.rules_loss import FAST, Divergence, Level, Overfitting, Plateau
+from kamui_dist.rules_norm import Norms
+from kamui_dist.rules_pace import Memory, SlowRank, Throughput, Waits
+from kamui_dist.rules_start import Learning
 
-__all__ = ["Facts", "Finding", "Observation", "Verdict", "Watch"]
+__all__ = ["Facts", "Finding", "Observation", "Verdict", "Watch", "replay"]
 
-
-@dataclass(frozen=True)
-class Facts:
-    """What the watch has to know of a run; None where nobody knows (the log of another trainer)."""
-
-    vocab_size: int | None = None
-    steps: int | None = None  # of the whole run
-    lr: float | None = None  # peak
-    warmup: int | None = None  # steps
-    decay_from: int | None = None  # step from which the learning rate falls fast
-    grad_clip: float | None = None  # 0: none
-    windows: int | None = None  # of the training data; with `global_batch` says when they come again
-    global_batch: int | None = None
-    fresh: bool = False  # begun with initial weights, by this program: not from another run's
-
-
-@dataclass(frozen=True)
-class Observation:
-    """One step, before its update. None: not known. Times and throughput are of the step before."""
-
-    step: int  # updates offered, this one included
-    loss: float
-    norm: float | None = None  # before clipping
-    lr: float | None = None
-    finite: bool = True  # false: the update is skipped on all ranks
-    step_seconds: float | None = None
-    data_seconds: float | None = None
-    tokens_per_sec: float | None = None
-    memory_gib: float | None = None
-    slowest_rank: int | None = None
-    own_seconds: float | None = None  # of the slowest rank
-    median_own_seconds: float | None = None
-
-
-@dataclass(frozen=True)
-class Verdict:
-    average: float  # of the healthy losses before this one
-    spike: bool  # by watch.spike_factor, the tradition
-    findings: list[Finding]
-
-    @property
-    def action(self) -> str:
-        return findings.gravest(self.findings)
+SHORT = 5  # a window or a span is at most this fraction of a short run
+LEAST = 16  # steps in a window of a short run
+LEAST_SPAN = 64  # steps that a plateau takes at least
+LEAST_START = 100  # steps before a loss that has not moved says anything
+LONGEST_WAIT = 8  # windows between two findings of one kind
+GRAVE = ("skip", "rollback", "stop")  # actions that do more than tell
+PACE = ("waits", "slow_rank", "throughput", "memory")  # rules on time and memory
 
 
 @dataclass
 class Watch:
-    """Moving average of the last `window` healthy losses, spikes above `spike_factor` times it, and non-finite updates,
-    `max_skipped` of which in a row stop the run. `losses` and `skipped_in_a_row` are saved in the checkpoint."""
+    """All rules, and what they remember. state() is JSON for the checkpoint: at most a few numbers for each step of a window."""
 
     cfg: knobs.Watch
     facts: Facts
-    losses: deque[float] = field(default_factory=deque)
     skipped_in_a_row: int = 0
+    told: dict[str, list[int]] = field(default_factory=dict)  # kind -> [it lasts, step when it was told, steps to wait]
+
+    def __post_init__(self) -> None:
+        cfg, facts, steps = self.cfg, self.facts, self.facts.steps or 1 << 60
+        warmup, short = facts.warmup or 0, steps // SHORT
+        size = min(cfg.window, max(LEAST, short))
+        self.level, self.overfitting = Level(cfg), Overfitting(cfg)
+        self.divergence = Divergence(cfg, warmup, facts.fresh)
+        span = min(cfg.plateau_steps, max(LEAST_SPAN, short))
+        self.plateau = Plateau(cfg, span, warmup, facts.lr, facts.decay_from)
+        start = min(cfg.start_steps, max(LEAST_START, short)) + warmup // 2
+        self.learning = Learning(facts.vocab_size, facts.fresh, start)
+        self.norms = Norms(cfg, size)
+        self._moved(size)
+
+    def _moved(self, size: int) -> None:
+        """Time and memory are judged anew: with other ranks they are others."""
+        self.waits, self.slow_rank = Waits(self.cfg, size), SlowRank(self.cfg, size)
+        self.throughput, self.memory = Throughput(self.cfg, size), Memory(self.cfg, max(LEAST, size // 2))
 
     def observe(self, seen: Observation) -> Verdict:
-        step, loss = seen.step, seen.loss
-        average = math.fsum(self.losses) / len(self.losses) if self.losses else loss
-        spike = math.isfinite(loss) and bool(self.losses) and loss > self.cfg.spike_factor * average
+        step, loss, norm, lr, tell = seen.step, seen.loss, seen.norm, seen.lr, self._tell
+        average, spike, found = self.level.average(loss), False, []
         self.skipped_in_a_row = 0 if seen.finite else self.skipped_in_a_row + 1
-        found = []
         if not seen.finite:
-            found.append(self._non_finite(step, loss, seen.norm))
-        if spike:
-            found.append(Finding(
-                "spike", step, f"loss {loss:.4g} is more than {self.cfg.spike_factor:g} x its average {average:.4g}.",
-                "a bad batch, or a learning rate at the edge of stability.",
-                "see whether it returns within some steps; if not, lower optim.lr or lengthen schedule.warmup.",
-                self.cfg.on_spike,
-            ))  # fmt: skip
-        elif math.isfinite(loss):
-            self.losses.append(loss)
-            if len(self.losses) > self.cfg.window:
-                self.losses.popleft()
-        return Verdict(average, spike, [f for f in found if f.action != "off"])
+            found += self._non_finite(step, loss, norm)
+        if math.isfinite(loss):
+            found += tell("divergence", step, self.divergence.judge(step, loss, self.level.losses, average))
+            spike, sign = self.level.judge(step, loss, norm, average)
+            found += self._healthy(step, loss, lr) if sign is None else []
+            redundant = self._lasts("divergence") and self.cfg.on_spike not in GRAVE
+            found += tell("spike", step, None if redundant else sign)
+        if seen.finite:
+            found += self._learning(step, loss, norm, lr)
+        if seen.finite and norm is not None and self.norms.add(step, norm):
+            found += tell("large-norm", step, self.norms.large())
+            found += tell("clipping", step, self.norms.clipped(self.facts.grad_clip))
+        found += self._pace(seen)
+        return Verdict(average, spike, found)
 
     def validated(self, step: int, val_loss: float) -> list[Finding]:
         """After a validation of the first set."""
-        return []
+        average = max(self.level.average(math.nan, 2 * FAST), self.divergence.fast())
+        return self._tell("overfitting", step, self.overfitting.judge(step, val_loss, average))
 
     def detailed(self, step: int, record: dict[str, Any]) -> list[Finding]:
         """After a look into the layers: `record` is that of kind "detail"."""
-        return []
+        self.learning.detail = rules_start.digest(record)
+        sign = rules_start.gap(record)
+        return self._tell("leak", step, sign) if sign else []
 
-    def _non_finite(self, step: int, loss: float, norm: float | None) -> Finding:
-        stop = self.skipped_in_a_row >= self.cfg.max_skipped
-        row = f", {self.skipped_in_a_row} in a row" if self.skipped_in_a_row > 1 else ""
-        return Finding(
-            "non-finite", step, f"loss {loss:.4g}, gradient norm {norm or math.nan:.4g}: update skipped on all ranks{row}.",
-            "fp16 looking for its scale (harmless when rare), a learning rate too high, or a batch without a target.",
-            "if it goes on, lower optim.lr or use run.precision=bf16."
-            + (f" watch.max_skipped = {self.cfg.max_skipped} is reached." if stop else ""),
-            self.cfg.on_non_finite if stop else "skip",
-        )  # fmt: skip
+    def _healthy(self, step: int, loss: float, lr: float | None) -> list[Finding]:
+        found: list[Finding] = []
+        facts, vocab = self.facts, self.facts.vocab_size
+        if vocab and step == 1 and facts.fresh and (first := rules_start.first_loss(loss, vocab)):
+            found += self._tell(first[0], step, first[1])
+        if vocab and facts.windows and facts.global_batch and step % 16 == 0 and step <= rules_start.EARLY:
+            average = self.level.losses.mean(16)
+            if sign := rules_start.too_good(step, average, vocab, facts.windows // facts.global_batch):
+                found += self._tell("leak", step, sign)
+        if self.plateau.add(step, loss, lr):
+            fits = self.divergence.since is None and (self.learning.learned or vocab is None)
+            sign = self.plateau.sign(step, lr) if fits else None
+            if sign and (dead := rules_start.without_gradient(self.learning.detail)):
+                sign = replace(sign, cause=f"{dead}: they are frozen or detached.", advice=rules_start.ZERO_GRADIENT[1])
+            found += self._tell("plateau", step, sign)
+        return found
+
+    def _learning(self, step: int, loss: float, norm: float | None, lr: float | None) -> list[Finding]:
+        if not self.learning.add(step, loss, norm, lr):
+            return []
+        kind, sign = self.learning.judge(step, self.level.losses, norm, lr, self.divergence.since is not None)
+        kinds = ("not-learning", "slow-learning")
+        return [f for k in kinds for f in self._tell(k, step, sign if k == kind else None)]
+
+    def _pace(self, seen: Observation) -> list[Finding]:
+        found, step, seconds, waited = [], seen.step, seen.step_seconds, seen.data_seconds
+        if seconds is not None and waited is not None and self.waits.add(step, waited, seconds):
+            found += self._tell("data-starvation", step, self.waits.sign())
+        rank, own, median = seen.slowest_rank, seen.own_seconds, seen.median_own_seconds
+        if rank is not None and own is not None and median is not None and self.slow_rank.add(step, rank, own, median):
+            found += self._tell("slow-rank", step, self.slow_rank.sign())
+        if seen.tokens_per_sec is not None and self.throughput.add(step, seen.tokens_per_sec):
+            found += self._tell("throughput-drop", step, self.throughput.sign())
+        if seen.memory_gib is not None and self.memory.add(step, seen.memory_gib):
+            found += self._tell("memory-growth", step, self.memory.sign())
+        return found
+
+    def _non_finite(self, step: int, loss: float, norm: float | None) -> list[Finding]:
+        row, most = self.skipped_in_a_row, self.cfg.max_skipped
+        stop = row >= most
+        if (
+            row & (row - 1) and row % most
+        ):  # in a row the 1st, 2nd, 4th, 8th ... are told, and what max_skipped asks for
+            return []
+        message = f"loss {loss:.4g}" + (f", gradient norm {norm:.4g}" if norm is not None else "")
+        message += ": update skipped on all ranks" + (f", {row} in a row." if row > 1 else ".")
+        kind = KINDS["non-finite"]
+        advice = kind.advice + (f" watch.max_skipped = {most} is reached." if stop else "")
+        action = self.cfg.on_non_finite if stop else "skip"
+        since = step - row + 1 if row > 1 else None
+        return [Finding("non-finite", step, message, kind.cause, advice, action, since)] if action != "off" else []
+
+    def _lasts(self, kind: str) -> bool:
+        return bool(self.told.get(kind, [0])[0])
+
+    def _tell(self, kind: str, step: int, sign: Sign | None) -> list[Finding]:
+        """What a rule has seen in this step, or that it has seen nothing any more; see the top of this file."""
+        lasts, last, wait = self.told.get(kind, (0, None, self.cfg.window))
+        if sign is None:
+            if lasts:
+                self.told[kind][0] = 0
+            return []
+        action = getattr(self.cfg, "on_" + kind.replace("-", "_"))
+        if action == "off":
+            return []
+        early = last is not None and step - last < wait and action not in GRAVE
+        if action != "skip" and (lasts or early):
+            return []
+        wait = wait if last is None else min(2 * wait, LONGEST_WAIT * self.cfg.window)
+        self.told[kind] = [1, step, wait]
+        since = None if sign.since == step else sign.since
+        known = KINDS[kind]
+        return [
+            Finding(kind, step, sign.message, sign.cause or known.cause, sign.advice or known.advice, action, since)
+        ]
+
+    def _rules(self) -> dict[str, Rule]:
+        return {name: rule for name, rule in vars(self).items() if isinstance(rule, Rule)}
 
     def state(self) -> dict[str, Any]:
-        return {"losses": list(self.losses), "skipped_in_a_row": self.skipped_in_a_row}
+        told = {kind: list(numbers) for kind, numbers in self.told.items()}
+        return {"skipped_in_a_row": self.skipped_in_a_row, "told": told, "ranks": self.facts.ranks} | {
+            name: rule.state() for name, rule in self._rules().items()
+        }
 
     def load(self, state: dict[str, Any]) -> None:
-        self.losses = deque(state["losses"][-self.cfg.window :])
+        """As it was when `state` was taken; with another number of ranks time and memory are judged anew."""
         self.skipped_in_a_row = state["skipped_in_a_row"]
+        self.told = {kind: list(numbers) for kind, numbers in state.get("told", {}).items()}
+        for name, rule in self._rules().items():
+            if name in state and (name not in PACE or state["ranks"] == self.facts.ranks):
+                rule.load(state[name])
+
+
+def replay(records: Iterable[dict[str, Any]], cfg: knobs.Watch, facts: Facts) -> list[Finding]:
+    """What a watch finds in the records of a metrics.jsonl, in their order: of a run of ours what its own watch found, but that
+    null stands for NaN and infinity alike. Each rule is silent where its numbers are missing."""
+    watch, first_set, ranks = Watch(cfg, facts), None, None
+    found: list[Finding] = []
+    before: dict[str, Any] = {}
+    for record in records:
+        kind = record["kind"]
+        if kind == "step":
+            found += watch.observe(Observation.from_record(record, before)).findings
+            before = record
+        elif kind == "eval" and first_set in (None, record.get("set")) and record.get("val_loss") is not None:
+            first_set = record.get("set")
+            found += watch.validated(record["step"], record["val_loss"])
+        elif kind == "detail":
+            found += watch.detailed(record["step"], record)
+        elif kind in ("start", "resume", "rollback"):
+            before = {}
+            if ranks != (ranks := record.get("world_size", ranks)):
+                watch._moved(watch.norms.size)
+    return found

@@ -28,13 +28,13 @@ from typing import NoReturn
 
 from kamui_dist.errors import EXIT_HUNG
 from kamui_dist.knobs import Run
+from kamui_dist.signals import MOVING_BYTES, bytes_moved
 from kamui_dist.state import State
 
 # Sections in the order in which a step goes through them; "start" is everything before the loop.
 SECTIONS = ["start", "batch", "forward", "backward", "update", "log", "evaluate", "checkpoint"]
 # How long these take has nothing to do with how long a step takes.
 _SLOW = {"start", "evaluate", "checkpoint"}
-_BYTES = 1 << 20  # read or written in a second: a thread is at work, even if always at the same line
 _SILENT_SECONDS = 60.0  # a heartbeat file that is not written any more: the process or its machine is gone
 
 
@@ -88,11 +88,16 @@ class Watchdog:
         self._bytes = 0
         self._stalled = 0.0
         self._armed = 0.0
+        self._over = False
         self._thread = threading.Thread(target=self._run, name="kamui-watchdog", daemon=True)
 
     def start(self) -> None:
         if self.enabled:
             self._thread.start()
+
+    def stop(self) -> None:
+        """Before the function that it watches is called again, by another one's watchdog then."""
+        self._over = True
 
     def beat(self) -> Beat | None:
         """Where the watched thread is now, and since when as far as was seen; None once it has left the function."""
@@ -107,9 +112,9 @@ class Watchdog:
             return None
         section = next((name for first, name in reversed(self._sections) if line >= first), "start")
         step = self.state.step
-        done = _bytes_moved()
+        done = bytes_moved()
         seen = (step, tuple(where))
-        if seen != self._seen or done - self._bytes > _BYTES:
+        if seen != self._seen or done - self._bytes > MOVING_BYTES:
             self._seen, self._stalled = seen, 0.0
         self._bytes = done
         if section == "start":
@@ -123,7 +128,7 @@ class Watchdog:
 
     def _run(self) -> None:
         before = time.monotonic()
-        while (mine := self.beat()) is not None:
+        while not self._over and (mine := self.beat()) is not None:
             with contextlib.suppress(OSError):
                 write_beat(self.run_dir, mine)
             if before - self._armed > mine.limit / 10:
@@ -141,7 +146,7 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _excused(self, mine: Beat) -> bool:
-        """Whether a rank that this one may be waiting for is where it may be: rank 0 deleting old checkpoints, say."""
+        """Whether a rank that this one may be waiting for is where it may be: in a slow validation, say."""
         now = time.time()
         return any(
             other.place < mine.place and now - other.progress < other.limit and now - other.written < _SILENT_SECONDS
@@ -227,14 +232,6 @@ def _sections(code: CodeType) -> tuple[list[tuple[int, str]], int]:
             found.append((line, match[1]))
         advance = line if "state.advance(" in text else advance
     return found, advance
-
-
-def _bytes_moved() -> int:
-    try:
-        text = Path("/proc/self/io").read_text(encoding="ascii")
-        return sum(int(value) for value in re.findall(r"^[rw]char: (\d+)", text, re.MULTILINE))
-    except OSError:
-        return 0
 
 
 def _ago(seconds: float) -> str:

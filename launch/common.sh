@@ -105,7 +105,7 @@ ranks_of() {
 
 # run_torchrun "TORCHRUN FLAGS" WORLD_SIZE CONFIG [overrides]: check, train, and exit with the trainer's exit code.
 run_torchrun() {
-  local flags=$1 world=$2 run_dir status before code=0
+  local flags=$1 world=$2 run_dir status before new=0 code=0
   shift 2
   # Options, such as --print-config, are questions; one process answers. But for the one that is about training.
   local questions=" $*"
@@ -118,24 +118,20 @@ run_torchrun() {
   status=$run_dir/status.json
   before=$(stat -c '%i %y' "$status" 2>/dev/null || true) # of an earlier start: says nothing about this one
 
+  # Where a restart would only end the same way, the ranks leave their exit code here, and torchrun sees 0 (command_line.py).
+  noted=$(mktemp 2>/dev/null) || noted=
+  if [[ -n $noted ]]; then
+    export KAMUI_EXIT_CODE_FILE=$noted
+    trap 'rm -f "$noted"' EXIT
+  fi
+
   # SIGUSR1 is for the ranks (they stop with a checkpoint); torchrun would die of it and leave them behind. Ignoring is inherited
   # by torchrun, and by the ranks until they install their handlers.
   trap '' USR1
   # shellcheck disable=SC2086  # flags are words
   supervise stop_ranks "$python" -m torch.distributed.run $flags --max-restarts="${MAX_RESTARTS:-0}" -m kamui_dist.train "$@" || code=$?
 
-  # torchrun ends with 1 however its ranks ended; what they did stands in status.json.
-  if [[ "$(stat -c '%i %y' "$status" 2>/dev/null || true)" != "$before" ]]; then
-    code=$("$python" -I -c '
-import json, sys
-code = int(sys.argv[2])
-try:
-    status = json.load(open(sys.argv[1], encoding="utf-8"))
-except (OSError, ValueError):
-    status = {}
-told = {"finished": 0, "early_stopped": 0, "stopped": 75}.get(status.get("outcome"), status.get("exit_code"))
-print(told if isinstance(told, int) else code or 1)  # still "running": it crashed
-' "$status" "$code")
-  fi
+  [[ "$(stat -c '%i %y' "$status" 2>/dev/null || true)" == "$before" ]] || new=1
+  code=$("$python" -I "$root/launch/outcome.py" "$status" "$new" "$code" "$asked" "${NODE_RANK:-0}" "$noted")
   exit "$code"
 }

@@ -5,7 +5,7 @@
 #
 #   NPROC=4         processes, instead of one for each GPU
 #   MAX_RESTARTS=3  after a crash, start all ranks again from the newest checkpoint, at most so often (default 0: a fault that would
-#                   only come back should end the job)
+#                   only come back should end the job). Exit codes 2 and 70, which would come back, are never tried again
 #
 # To stop a run so that the same command goes on from there: Ctrl-C, or SIGTERM to this script, or SIGUSR1 or SIGTERM to any one of
 # the ranks, or `touch RUN_DIR/STOP`. All ranks finish the step, write a checkpoint and end. Asked twice, they have 30 seconds; asked

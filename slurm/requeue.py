@@ -84,6 +84,17 @@ def read_status(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def tell_death(path: Path, status: dict[str, Any], code: int) -> None:
+    """All ranks have ended, and none lived to tell it."""
+    died = {"outcome": "failed", "reason": "killed: no rank lived to tell why", "requeue": True, "exit_code": code or 1}
+    beside = path.with_name(".status.json.tmp")
+    try:
+        beside.write_text(json.dumps(status | died, indent=2) + "\n", encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        print(f"warning: {path} still says running: {error.strerror}", file=sys.stderr)
+
+
 def read_log(path: Path) -> list[dict[str, Any]]:
     """A line that a power loss cut off is left out."""
     entries = []
@@ -120,6 +131,8 @@ def main(argv: list[str]) -> int:
         ended = [e for e in mine if e.get("event") == "end"]
         idle = ended[-1].get("idle", 0) if ended else 0
         fresh = read_status(status) if identity(status) != began.get("status") else {}
+        if fresh.get("outcome") == "running":
+            tell_death(status, fresh, int(args.detail))
         verdict, reason = decide(
             fresh, int(args.detail), began.get("checkpoint"), entry["checkpoint"], idle, args.max_idle, args.lost_node
         )

@@ -12,7 +12,8 @@ compared, and another one begins. A line for each fault tells at which step it s
 next one went on. Exit code 0 only if, each time,
 - a start went on from the newest checkpoint that is whole, and no more steps were lost than checkpoint.every allows (with async
   twice as many), and none on a request to stop;
-- no process was left behind, a second start was refused, and what was damaged was put into quarantine;
+- no process was left behind, none that lived on after a killed one had to be killed too, and status.json said how it ended;
+- a second start was refused, and what was damaged was put into quarantine;
 - in the end all tensors, every step's record and every validation equal the undisturbed run's, bit for bit, each step once.
 
 Where all checkpoints are damaged the run must refuse to start; the tool then puts the copies back. Processes are found by a mark in
@@ -65,6 +66,10 @@ FULL = [
     ("full-at-start", ""),
     ("full-emptied", "save"),
 ]
+# Findings that tell of the disk and of the machine's speed, and not of what was trained.
+OF_THE_MACHINE = {
+    "disk-full", "save-failed", "throughput-drop", "data-starvation", "slow-rank", "memory-growth", "out-of-memory",
+}  # fmt: skip
 DAMAGE = {"flip", "truncate", "no-manifest", "damage-all", "cut-metrics", "leftovers"}
 
 
@@ -228,11 +233,7 @@ def differences(run: Path, reference: Path) -> list[str]:
     if not tiny.same(tiny.weights(run, prefix=""), tiny.weights(reference, prefix="")):
         faults.append("the final tensors differ from the undisturbed run's")
     found, expected = (
-        [
-            r
-            for r in map(json.loads, read_lines(path / "findings.jsonl"))
-            if r["kind"] not in ("disk-full", "save-failed")
-        ]
+        [r for r in map(json.loads, read_lines(path / "findings.jsonl")) if r["kind"] not in OF_THE_MACHINE]
         for path in (run, reference)
     )
     if [(r["kind"], r["step"]) for r in found] != [(r["kind"], r["step"]) for r in expected]:
@@ -530,7 +531,13 @@ class Campaign:
         if not send(pid, signal.SIGKILL):
             raise Ended
         fault.what = f"rank {rank} killed"
+        trained = self.resumed is not None
         fault.ended = self.end()
+        if "forcefully exiting via 9" in attempt.text():
+            self.problem(f"{fault.what}: another rank did not hear that it is to end")
+        # At the end of the run the others may have left before.
+        if trained and self.outcome == "running" and self.records.step < self.options.steps:
+            self.problem(f"{fault.what}: status.json still says running")
 
     def _kill_all(self, fault: Fault, attempt: Attempt) -> None:
         if not self.kill_all(fault.draw):
@@ -743,8 +750,8 @@ class Campaign:
                 send(pid, signal.SIGTERM)
                 fault.what += f", SIGTERM to rank {rank}"
                 fault.ended = self.end()
-                if self.outcome == "finished":
-                    self.problem("a stop on a full disk was told as finished")
+                if self.outcome not in ("failed", "stopped"):
+                    self.problem(f"a stop on a full disk was told as {self.outcome}")
             else:
                 time.sleep(draw.uniform(0.0, 0.3))
                 ballast.unlink()

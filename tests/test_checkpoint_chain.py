@@ -393,6 +393,58 @@ def test_a_run_keeps_what_is_pinned_and_the_best_that_was_saved(tmp_path, data, 
     assert f"{tiny.records(run, 'eval')[0]['val_loss']:.4f}" in out
 
 
+class Deleting:
+    """Deletions that do not end before `go`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self.began = threading.Event(), threading.Event()
+        remove = retention.remove
+
+        def slowly(path: Path) -> None:
+            self.began.set()
+            assert self.go.wait(60)
+            remove(path)
+
+        monkeypatch.setattr(retention, "remove", slowly)
+
+
+@pytest.mark.parametrize("how", [{}, ASYNC], ids=["sync", "async"])
+def test_training_does_not_wait_for_what_is_deleted(tmp_path, data, monkeypatch, how):
+    """Under DDP it would be the other ranks that wait for rank 0, in a step with a short time limit."""
+    deleting = Deleting(monkeypatch)
+    kept: list[list[int]] = []
+
+    def look() -> None:
+        join_saves()
+        assert deleting.began.is_set()
+        kept.append(tiny.steps_saved(tmp_path / "run"))
+        deleting.go.set()
+
+    cfg = tiny.config(tmp_path / "run", data, train__steps=8, checkpoint__every=2, checkpoint__keep=1, **how)
+    assert tiny.run(cfg, loader=tiny.acting(8, look)) == 0
+    assert kept == [[2, 4, 6]], "the next saves were made all the same"
+    assert tiny.steps_saved(tmp_path / "run") == [8], "the end of the run waits for it"
+    assert not [t for t in threading.enumerate() if t.name == "prune"]
+
+
+def test_a_save_waits_for_a_deletion_whose_room_it_needs(tmp_path, data, monkeypatch):
+    deleting = Deleting(monkeypatch)
+    monkeypatch.setattr(
+        retention, "free_bytes", lambda path: 0 if deleting.began.is_set() and not deleting.go.is_set() else 1 << 40
+    )
+    wait = retention.Pruner.wait
+
+    def waits(self: retention.Pruner) -> None:
+        deleting.go.set()
+        wait(self)
+
+    monkeypatch.setattr(retention.Pruner, "wait", waits)
+    cfg = tiny.config(tmp_path / "run", data, train__steps=8, checkpoint__every=2, checkpoint__keep=1)
+    assert tiny.run(cfg) == 0
+    assert [r["step"] for r in tiny.records(tmp_path / "run", "checkpoint")] == [2, 4, 6, 8]
+    assert findings(tmp_path / "run") == []
+
+
 def test_random_damage_is_seen_before_anything_is_loaded(tmp_path):
     corruption.make(tmp_path)
     count, missed = corruption.damage(tmp_path / "step-00000001", flips=40, truncations=10, seed=1)

@@ -13,13 +13,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCES = {p.stem: p for p in sorted((ROOT / "kamui_dist").glob("*.py"))}
 PREPARE = sorted((ROOT / "kamui_dist" / "prepare").glob("*.py"))
-ALL = [*SOURCES.values(), *sorted((ROOT / "kamui_dist" / "commands").glob("*.py")), *PREPARE]
+REPORT = sorted((ROOT / "kamui_dist" / "report").glob("*.py"))
+ALL = [*SOURCES.values(), *sorted((ROOT / "kamui_dist" / "commands").glob("*.py")), *PREPARE, *REPORT]
 
 # Each may import its own row and those below. A file that is not named here counts to the row of model and data.
 LAYERS = [
     {"train"},
     {"saver"},
-    {"start", "rundir", "banner", "rollback", "validation"},
+    {"start", "rundir", "banner", "rollback", "validation", "worst"},
     {"checkpoint", "parallel", "metrics", "evaluate"},
     {"retention", "health", "staging"},
     {"storage", "tensors", "manifest"},
@@ -44,7 +45,7 @@ LAYERS = [
 ]
 # Modules that have to load without torch, which takes seconds.
 LIGHT = ["config", "knobs", "findings", "schedule", "watch", "signals", "plan", "state", "command_line", "errors", "files",
-         "cli", "lock", "job", "watchdog", "resume_report"]  # fmt: skip
+         "cli", "lock", "job", "watchdog", "resume_report", "incident", "evidence", "memory_advice"]  # fmt: skip
 
 
 @functools.cache
@@ -126,6 +127,11 @@ def test_imports_go_one_way() -> None:
     for path in PREPARE:  # text to shards: no torch, nothing of training
         assert own(path) <= {"errors", "files", "shards", "stream", "tokenizer", "bpe_files"}, path
         assert not any(name.split(".")[0] == "torch" for name in imports(path)), path
+    for path in REPORT:  # records to words and pictures: no torch, and nothing that needs it
+        assert own(path) <= {"errors", "files", "findings", "knobs", "config", "plan", "watch"}, path
+        assert not any(name.split(".")[0] == "torch" for name in imports(path)), path
+    readers = {p.stem for p in SOURCES.values() if any(n.startswith("kamui_dist.report.") for n in imports(p))}
+    assert readers <= {"train"}, "only the end of a run and the commands print reports"
 
 
 def test_nobody_imports_train_or_the_commands() -> None:

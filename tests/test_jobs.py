@@ -85,6 +85,9 @@ def test_attempts_without_progress_are_counted_and_an_old_status_says_nothing(
     (tmp_path / "jobs.jsonl").open("a").write("\n")
     assert attempt(5, None) == "requeue"  # "finished" is what the attempt before said
     assert attempt(6, None) == "1"
+    assert attempt(7, KILLED, 8) == "requeue"
+    found = json.loads((tmp_path / "status.json").read_text())
+    assert (found["outcome"], found["step"], found["requeue"]) == ("failed", 9, True), "no rank lived to tell it"
 
 
 def rank_env(*args: str, **env: str) -> tuple[int, dict[str, str], str]:

@@ -228,6 +228,39 @@ def test_exit_code_of_a_failure(project: Path, how: str, code: int) -> None:
     told, out = run(project, "local.sh", "x.toml", how, NPROC="2")
     assert told == code, out
     assert how != "crash" or "boom-123" in out
+    status = json.loads((project / "run/status.json").read_text())
+    assert (status["outcome"], status["exit_code"]) == ("failed", code), "no rank told it"
+
+
+@pytest.mark.parametrize(("status", "new", "torchrun", "asked", "node", "noted", "code", "outcome"), [
+    ({"outcome": "finished"}, 1, 1, 0, 0, "", 0, "finished"),  # a signal came while it left
+    ({"outcome": "stopped"}, 1, 0, 1, 0, "", 75, "stopped"),
+    ({"outcome": "failed", "exit_code": 76}, 1, 1, 0, 0, "", 76, "failed"),
+    ({"outcome": "failed", "exit_code": 1}, 1, 0, 0, 0, "2\n", 2, "failed"),  # a mistake: torchrun was told 0
+    ({"outcome": "finished"}, 0, 0, 0, 0, "70\n", 70, "finished"),
+    ({"outcome": "stopped"}, 0, 1, 0, 0, "", 1, "stopped"),  # of an earlier start
+    ({"outcome": "stopped"}, 0, 1, 1, 0, "", 75, "stopped"),
+    ({"outcome": "stopped"}, 0, 137, 3, 0, "", 137, "stopped"),  # asked three times: killed
+    ({"outcome": "running", "pid": 0}, 1, 137, 0, 0, "", 137, "running"),  # somebody lives
+    ({"outcome": "running"}, 1, 137, 0, 0, "", 137, "failed"),
+    ({"outcome": "running"}, 1, 0, 0, 0, "", 1, "failed"),
+    ({"outcome": "running"}, 1, 1, 0, 1, "", 1, "running"),  # rank 0 is on another node
+])  # fmt: skip
+def test_what_a_launch_ends_with(
+    tmp_path: Path, status: dict, new: int, torchrun: int, asked: int, node: int, noted: str, code: int, outcome: str
+) -> None:
+    (tmp_path / "noted").write_text(noted)
+    (tmp_path / "status.json").write_text(json.dumps({"step": 7, **status}))
+    words = [tmp_path / "status.json", new, torchrun, asked, node, tmp_path / "noted"]
+    done = subprocess.run(
+        [sys.executable, ROOT / "launch/outcome.py", *map(str, words)], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) == code
+    found = json.loads((tmp_path / "status.json").read_text())
+    assert (found["outcome"], found["step"]) == (outcome, 7)
+    assert (
+        outcome != "failed" or status["outcome"] != "running" or (found["exit_code"], found["requeue"]) == (code, True)
+    )
 
 
 @pytest.mark.slow

@@ -1,33 +1,23 @@
-"""Records, throughput, MFU, TensorBoard: the numbers of published faults, and what a real run leaves behind."""
+"""Records, throughput, MFU, console: the numbers of published faults. TensorBoard is in test_board.py."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
-import threading
-import time
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from kamui_dist import cli
 from kamui_dist.config import Config
-from kamui_dist.metrics import PEAK_FLOPS, TAGS, Metrics, forget_after, mfu, peak_flops, peak_of, read_records
+from kamui_dist.metrics import PEAK_FLOPS, Metrics, forget_after, mfu, peak_flops, peak_of, read_records
 from kamui_dist.plan import make_plan
 from kamui_dist.state import State
 from kamui_dist.validation import Validation
 from kamui_dist.watch import Finding
 
-ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 FINDING = Finding("spike", 3, "m.", "c.", "a.", "warn")
 
@@ -105,6 +95,17 @@ def test_non_finite_numbers_are_null(tmp_path: Path) -> None:
     }  # fmt: skip
     assert (bad["val_loss"], bad["val_perplexity"]) == (None, None)
     assert large["val_perplexity"] > 1e300
+    assert (bad["best"], large["best"]) == (False, True)
+
+
+def test_non_finite_numbers_are_null_at_every_depth(tmp_path: Path) -> None:
+    """A look into the layers of a model that has diverged."""
+    metrics = board(tmp_path, tensorboard=True)
+    metrics.write("detail", step=1, layers={"a": {"x": math.inf, "y": 1.0}, "b": {}}, list=[1, math.nan, [-math.inf]])
+    metrics.close()
+    [record] = read_records(tmp_path / "metrics.jsonl")
+    assert record["layers"] == {"a": {"x": None, "y": 1.0}, "b": {}}
+    assert record["list"] == [1, None, [None]]
 
 
 def test_each_record_is_on_its_way_when_the_call_returns(tmp_path: Path) -> None:
@@ -134,15 +135,44 @@ def test_what_a_resume_does_again_is_forgotten(tmp_path: Path) -> None:
     records: list[dict[str, Any]] = [
         {"kind": "start", "step": 0}, *({"kind": "step", "step": n} for n in (1, 2, 3, 4)), {"kind": "eval", "step": 2},
         {"kind": "checkpoint", "step": 2}, {"kind": "eval", "step": 4}, {"kind": "checkpoint", "step": 4},
-        {"kind": "end", "step": 4}, {"kind": "resume", "step": 4},
+        {"kind": "rollback", "step": 4}, {"kind": "end", "step": 4}, {"kind": "resume", "step": 4}, {"kind": "sample", "step": 4},
     ]  # fmt: skip
     path.write_text("".join(json.dumps(r) + "\n" for r in records))
-    forget_after(path, 2)
-    assert read_records(path) == [r for r in records if r["step"] <= 2 or r["kind"] == "resume"]
-    forget_after(path, 0)
-    assert [r["kind"] for r in read_records(path)] == ["start", "resume"]
-    forget_after(tmp_path / "none.jsonl", 0)
+    assert forget_after(path, 4) == (0, 0.0)
+    assert read_records(path) == records
+    assert forget_after(path, 2) == (2, 0.0)
+    assert read_records(path) == [r for r in records if r["step"] <= 2 or r["kind"] in ("rollback", "resume")]
+    assert forget_after(path, 0) == (2, 0.0)
+    assert [r["kind"] for r in read_records(path)] == ["start", "rollback", "resume"]
+    assert forget_after(tmp_path / "none.jsonl", 0) == (0, 0.0)
     assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_what_is_lost_is_counted(tmp_path: Path) -> None:
+    """Updates, and the seconds that the training thread spent on them: not what a thread wrote aside."""
+    first = board(tmp_path)
+    assert first.lost == (0, 0.0)
+    for step in range(1, 6):
+        first.write("step", step=step, step_seconds=None if step == 5 else 2.0**step)
+        if step in (2, 4):
+            first.write("eval", step=step, val_loss=1.0, eval_seconds=100.0)
+            first.checkpoint(State(step=step), 500.0, stall_seconds=1000.0, write_seconds=300.0, check_seconds=0.0, bytes=1,
+                             mb_per_second=1.0, aside=False)  # fmt: skip
+    first.close()
+    second = board(tmp_path, resumed=2)
+    assert second.lost == (3, 2.0**3 + 2.0**4 + 100.0 + 1000.0)
+    second.close()
+    assert board(tmp_path, resumed=2).lost == (0, 0.0)
+    assert board(tmp_path, enabled=False, resumed=0).lost == (0, 0.0)
+
+
+def test_findings_that_led_to_a_rollback_stay(tmp_path: Path) -> None:
+    """The others are found again when their updates are done again; the data of these are not seen again."""
+    path = tmp_path / "findings.jsonl"
+    found = [{"kind": "spike", "step": n, "action": a} for n, a in ((1, "warn"), (5, "warn"), (6, "rollback"))]
+    path.write_text("".join(json.dumps(r) + "\n" for r in found))
+    board(tmp_path, resumed=3).close()
+    assert [r["step"] for r in read_records(path)] == [1, 6]
 
 
 def test_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,6 +200,19 @@ def test_lines_of_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert len({len(line.partition("|")[0]) for line in lines}) == 1
 
 
+def test_a_sample_is_a_record_and_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = board(tmp_path)
+    metrics.sample(7, "", None)
+    metrics.sample(8, "It was\n", " a truth\n\nuniversally " + "long " * 50)
+    metrics.close()
+    [record] = read_records(tmp_path / "metrics.jsonl")
+    assert record == record | {"kind": "sample", "step": 8, "prompt": "It was\n"}
+    assert record["text"].startswith(" a truth\n\nuniversally long")
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("sample: step 8 | ...It was | a truth universally long long ")
+    assert len(line) < 200
+
+
 def test_other_ranks_print_and_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """F02."""
     metrics = board(tmp_path, enabled=False, tensorboard=True)
@@ -180,138 +223,8 @@ def test_other_ranks_print_and_write_nothing(tmp_path: Path, capsys: pytest.Capt
     metrics.findings([FINDING])
     metrics.say("x")
     metrics.text("config", "x")
+    metrics.sample(1, "x", "y")
     metrics.sync()
     metrics.close()
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr() == ("", "")
-
-
-# ---- TensorBoard
-
-DESIGN_TAGS = {
-    "train/loss", "train/lr", "train/grad_norm_pre_clip", "train/grad_norm_post_clip", "train/spike", "val/loss", "val/perplexity",
-    "perf/tokens_per_sec", "perf/mfu", "perf/step_seconds", "perf/data_seconds",
-}  # fmt: skip
-
-
-def points(run_dir: Path) -> EventAccumulator:
-    events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
-    events.Reload()
-    return events
-
-
-def test_points_that_a_resume_makes_again_are_not_there_twice(tmp_path: Path) -> None:
-    """F01."""
-    first = board(tmp_path, tensorboard=True, every=1)
-    for step in range(1, 8):
-        first.write("step", step=step, loss=float(step))
-    assert first.board is not None
-    first.board.flush()  # and then killed: no close
-    second = board(tmp_path, tensorboard=True, every=1, resumed=4)
-    for step in range(5, 11):
-        second.write("step", step=step, loss=100.0 + step)
-    second.close()
-    curve = points(tmp_path).Scalars("train/loss")
-    assert [p.step for p in curve] == list(range(1, 11))
-    assert [p.value for p in curve] == [1.0, 2.0, 3.0, 4.0, *(100.0 + n for n in range(5, 11))]
-    first.close()
-
-
-def test_null_is_no_point(tmp_path: Path) -> None:
-    metrics = board(tmp_path, tensorboard=True, every=1)
-    metrics.write("step", step=1, loss=math.nan, lr=1.0)
-    metrics.close()
-    assert points(tmp_path).Tags()["scalars"] == ["train/lr"]
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A real run on bytes of a real text, by the commands that a user types."""
-    place = tmp_path_factory.mktemp("real")
-    text = (ROOT / "data" / "austen" / "persuasion.txt").read_text(encoding="utf-8")[:30_000]
-    (place / "text.txt").write_text(text, encoding="utf-8")
-    assert cli.main(["prepare", str(place / "text.txt"), "--tokenizer", "bytes", "--split", "^[A-Z]", "--val-fraction", "0.2",
-                     "--out", str(place / "data")]) == 0  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "kamui_dist.train", str(ROOT / "configs" / "char_debug.toml"), f"data.path={place}/data/train",
-         f"data.val_path={place}/data/val", f"run.dir={place}/run", "train.steps=10", "eval.every=5", "eval.batches=1",
-         "log.every=2", "log.peak_flops=1e12", "run.device=cpu", "run.precision=fp32", "model.context_length=32"],
-        cwd=ROOT, capture_output=True, text=True, timeout=100, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return place / "run"
-
-
-@pytest.mark.slow
-def test_a_real_run_leaves_what_the_design_says(run_dir: Path) -> None:
-    events = points(run_dir)
-    scalars = set(events.Tags()["scalars"])
-    assert scalars >= DESIGN_TAGS
-    assert any(tag.startswith("memory/") for tag in scalars)
-    assert scalars <= set(TAGS.values())
-    assert [p.step for p in events.Scalars("train/loss")] == [1, 2, 4, 6, 8, 10]
-    assert [p.step for p in events.Scalars("val/loss")] == [5, 10]
-    assert "config/text_summary" in events.Tags()["tensors"]
-    text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert "    steps = 10" in text
-
-    records = read_records(run_dir / "metrics.jsonl")
-    steps = [r for r in records if r["kind"] == "step"]
-    assert [r["step"] for r in steps] == list(range(1, 11)), "every step has a record, whatever log.every is"
-    for r in steps:
-        assert r.keys() >= {
-            "kind", "step", "tokens", "epoch", "loss", "loss_average", "spike", "lr", "grad_norm_pre_clip", "grad_norm_post_clip",
-            "skipped", "tokens_per_sec", "mfu", "step_seconds", "data_seconds",
-        }  # fmt: skip
-        assert r["tokens"] == r["step"] * 8 * 32
-        assert r["tokens_per_sec"] * r["step_seconds"] == pytest.approx(8 * 32)
-        assert 0 < r["grad_norm_post_clip"] <= min(1.0 + 1e-6, r["grad_norm_pre_clip"] + 1e-6)
-        assert 0 < r["mfu"] < 1
-    assert steps[-1]["loss"] < steps[0]["loss"]
-    assert {r["kind"] for r in records} == {"start", "step", "eval", "checkpoint", "end"}
-    for r in (r for r in records if r["kind"] == "eval"):
-        assert r.keys() >= {"step", "tokens", "val_loss", "val_perplexity"}
-        assert r["val_perplexity"] == pytest.approx(math.exp(r["val_loss"]))
-    for p, r in zip(events.Scalars("train/loss")[1:], steps[1::2], strict=True):
-        assert p.value == pytest.approx(r["loss"], rel=1e-6)
-
-
-@pytest.fixture
-def server(run_dir: Path) -> Iterator[str]:
-    """A real TensorBoard on a free port; its address."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tensorboard.main", "--logdir", str(run_dir.parent), "--port", "0", "--host", "127.0.0.1",
-         "--load_fast=false"],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=run_dir,
-    )  # fmt: skip
-    kill = threading.Timer(60, process.kill)
-    kill.start()
-    try:
-        assert process.stderr is not None
-        lines = []
-        for line in process.stderr:
-            lines.append(line)
-            if found := re.search(r"http://\S+:\d+/", line):
-                yield found[0]
-                break
-        else:
-            pytest.fail("TensorBoard did not start:\n" + "".join(lines))
-    finally:
-        kill.cancel()
-        process.kill()
-        process.communicate()
-
-
-@pytest.mark.slow
-def test_tensorboard_shows_the_run(server: str) -> None:
-    end = time.monotonic() + 45
-    shown: dict[str, Any] = {}
-    while time.monotonic() < end and not shown:
-        with urllib.request.urlopen(f"{server}data/plugin/scalars/tags", timeout=10) as answer:
-            shown = json.load(answer)
-        time.sleep(0.2)
-    [(run, tags)] = shown.items()
-    assert run.endswith("run/tensorboard")
-    assert set(tags) >= DESIGN_TAGS
-    with urllib.request.urlopen(f"{server}data/plugin/scalars/scalars?run={run}&tag=train/loss", timeout=10) as answer:
-        assert [step for _, step, _ in json.load(answer)] == [1, 2, 4, 6, 8, 10]

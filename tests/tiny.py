@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kamui_dist import checkpoint, distributed, metrics, parallel, rundir, train
+from kamui_dist import checkpoint, distributed, metrics, parallel, rollback, rundir, train
 from kamui_dist.config import Config
 from kamui_dist.data import Loader, global_batch
 from kamui_dist.prepare.shard_writer import ShardWriter
@@ -125,7 +125,10 @@ def run(cfg: Config, stop: StopRequest | None = None, loader: type[Loader] = Loa
     )
     with here:
         try:
-            return train.train(cfg, stop or StopRequest())
+            stop = stop or StopRequest()
+            while (code := train.train(cfg, stop)) == rollback.AGAIN:  # as main() does it
+                pass
+            return code
         finally:
             rundir.release()  # as main() does it
 
@@ -282,7 +285,7 @@ class Trap(nn.Module):
             raise ValueError("boom-123")
         if trap == "sleep":
             time.sleep(120)
-        return loss * {"nan": float("nan"), "inf": float("inf"), "huge": 1e30}.get(trap, 1.0)
+        return loss * {"nan": float("nan"), "inf": float("inf"), "huge": 1e30, "large": 1e4}.get(trap, 1.0)
 
 
 def trap(cfg: Any) -> nn.Module:

@@ -37,6 +37,7 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_data(args: argparse.Namespace) -> int:
     """Prints the windows that an update trains on, in the order of the global batch."""
+    from kamui_dist import rollback
     from kamui_dist.sources import open_datasets
 
     directory = Path(args.config) if Path(args.config).is_dir() else None
@@ -48,6 +49,7 @@ def run_data(args: argparse.Namespace) -> int:
     begun = next((r for r in reversed(starts) if r["step"] < args.step), None)
     ranks = args.world_size or (begun["world_size"] if begun else None) or _fixed(cfg)
     data, _ = open_datasets(cfg)
+    gaps = rollback.gaps(rollback.read(directory or Path(cfg.run.dir or "")))
     plan = make_plan(cfg, ranks, data.windows)
     batch = begun["global_batch"] if begun else plan.global_batch
     first = (begun["samples"] + (args.step - 1 - begun["step"]) * batch) if begun else (args.step - 1) * batch
@@ -59,7 +61,7 @@ def run_data(args: argparse.Namespace) -> int:
     end = first + batch if plan.total_samples is None else min(first + batch, plan.total_samples)
     print(f"update {args.step}: samples {first} to {max(first, end) - 1} of the run, global batch {batch} ({known}), seed"
           f" {cfg.run.seed}")  # fmt: skip
-    _print_windows(cfg, data, plan, ranks, batch, first, end, args)
+    _print_windows(cfg, data, plan, ranks, batch, first, end, gaps, args)
     return 0
 
 
@@ -77,15 +79,15 @@ def _fixed(cfg: config.Config) -> int:
 
 def _print_windows(
     cfg: config.Config, data: TrainingData, plan: Plan, ranks: int, batch: int, first: int, end: int,
-    args: argparse.Namespace,
+    gaps: list[tuple[int, int]], args: argparse.Namespace,
 ) -> None:  # fmt: skip
     import numpy as np
 
-    from kamui_dist.batches import rank_positions
+    from kamui_dist.batches import positions_of, rank_positions
 
     micro = cfg.train.micro_batch
     if args.rank is None:
-        positions = np.arange(first, first + batch, dtype=np.int64)
+        samples = np.arange(first, first + batch, dtype=np.int64)
         labels = [""] * batch
     else:
         if batch % (micro * ranks):
@@ -93,21 +95,22 @@ def _print_windows(
                 f"the global batch of update {args.step} ({batch}) is no multiple of train.micro_batch x ranks ({micro} x {ranks})"
             )
         accum = batch // (micro * ranks)
-        positions = rank_positions(first, micro, accum, args.rank, ranks).reshape(-1)
+        samples = rank_positions(first, micro, accum, args.rank, ranks).reshape(-1)
         labels = [f"rank {args.rank} micro-batch {m} row {b}  " for m in range(accum) for b in range(micro)]
+    positions = positions_of(samples, gaps)
     sources, windows = data.place(positions, cfg.run.seed)
     _, local = data.turns.place(positions)
     tokenizers: dict[int, Tokenizer | None] = {}
-    for label, position, source, window, k in zip(
-        labels, positions.tolist(), sources.tolist(), windows.tolist(), local.tolist(), strict=True
+    for label, sample, source, window, k in zip(
+        labels, samples.tolist(), sources.tolist(), windows.tolist(), local.tolist(), strict=True
     ):
-        if position >= end:
-            print(f"{label}sample {position}: padding, beyond train.epochs")
+        if sample >= end:
+            print(f"{label}sample {sample}: padding, beyond train.epochs")
             continue
         stream, T = data.streams[source], cfg.model.context_length
         path, offset = stream.locate(window * T)
         name = f"{data.names[source]} " if data.mixed else ""
-        print(f"{label}sample {position}: {name}epoch {k // data.windows_of[source]} window {window}, {path} byte {offset}, "
+        print(f"{label}sample {sample}: {name}epoch {k // data.windows_of[source]} window {window}, {path} byte {offset}, "
               f"tokens {window * T} to {window * T + T}{_documents(stream, window * T, T)}")  # fmt: skip
         if args.text:
             if source not in tokenizers:

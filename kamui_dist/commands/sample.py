@@ -6,6 +6,7 @@ kamui-dist sample runs/austen_tiny --prompt "It was a truth" --max-tokens 200
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,8 +14,6 @@ from typing import TYPE_CHECKING
 from kamui_dist.errors import UserError
 
 if TYPE_CHECKING:
-    import torch
-
     from kamui_dist.manifest import Checkpoint
 
 
@@ -41,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"--{name} {getattr(args, name.replace('-', '_'))} is out of range")
     import torch
 
-    from kamui_dist import checkpoint, distributed, parallel, precision, start, tokenizer
+    from kamui_dist import checkpoint, distributed, generate, parallel, start, tokenizer
     from kamui_dist.config import Config
     from kamui_dist.plan import make_plan
 
@@ -62,36 +61,24 @@ def run(args: argparse.Namespace) -> int:
 
     ids = [int(i) for i in words.encode(args.prompt)] or [words.separator or 0]
     for number in range(args.samples):
-        torch.manual_seed(args.seed + number)
-        rows = torch.tensor([ids], device=device)  # (1, T)
         print(args.prompt, end="", flush=True)
+        following = generate.tokens(
+            model, ids, context_length=cfg.model.context_length, vocab_size=words.vocab_size,
+            how=generate.Drawing(args.temperature, args.top_k, args.top_p),
+            generator=torch.Generator().manual_seed(args.seed + number), device=device, compute=cfg.run.precision,
+        )  # fmt: skip
+        drawn: list[int] = []
         shown = ""
-        for _ in range(args.max_tokens):
-            with torch.no_grad(), precision.autocast(device, cfg.run.precision):
-                logits = model(rows[:, -cfg.model.context_length :], None)[0, -1].float()  # (V,)
-            drawn = _draw(logits, args.temperature, args.top_k, args.top_p)
-            if drawn == words.separator:
+        for token in itertools.islice(following, args.max_tokens):
+            if token == words.separator:
                 break
-            rows = torch.cat([rows, torch.tensor([[drawn]], device=device)], dim=1)
-            text = words.decode(rows[0, len(ids) :].tolist())
+            drawn.append(token)
+            text = generate.text_after(words, ids, drawn)
             if not text.endswith("\ufffd"):  # the rest of a character may be in the next token
                 print(text[len(shown) :], end="", flush=True)
                 shown = text
         print("\n" + "-" * 40 if number + 1 < args.samples else "")
     return 0
-
-
-def _draw(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> int:
-    """One token id from logits (V,): temperature, then top-k (Fan et al. 2018), then nucleus (Holtzman et al. 2020)."""
-    import torch
-
-    if temperature == 0:
-        return int(logits.argmax())
-    values, order = torch.softmax(logits / temperature, dim=-1).sort(descending=True)  # (V,)
-    keep = values.cumsum(0) - values < top_p  # a token counts as long as those before it have not filled top_p
-    if top_k:
-        keep[top_k:] = False
-    return int(order[torch.multinomial(values * keep, 1)])
 
 
 def _find(path: Path, step: str) -> Checkpoint:

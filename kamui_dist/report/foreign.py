@@ -1,0 +1,236 @@
+"""Logs of other trainers, turned into records in the words of our metrics.jsonl.
+
+    CSV                 with a header line (Lightning's metrics.csv; rows may be sparse)
+    JSONL               one object a line, nested ones by dotted names (an export of wandb's history)
+    JSON                a list of objects, or Hugging Face's trainer_state.json with its log_history
+    console lines       by regular expressions with named groups; those of nanoGPT, llm.c and Megatron-LM are known
+
+A row with a loss is a step, one with a validation loss an evaluation, one with both is both. Where the steps go back (a run
+that was resumed and appended to its log), what was done again replaces what was there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import difflib
+import itertools
+import json
+import math
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kamui_dist.errors import UserError
+from kamui_dist.report.lines import lines
+from kamui_dist.report.names import FIELDS, NAMES, guess, number, whole
+
+MATCH_SECONDS = 5.0  # for a thousand lines: a pattern that takes longer backtracks without end
+LONGEST = 4096  # characters of a console line that a pattern sees
+_DOCUMENT_BYTES = 1 << 28
+CONSOLE = [
+    r"^iter (?P<step>\d+): loss (?P<loss>\S+), time (?P<step_ms>[\d.]+)ms(, mfu (?P<mfu>-?[\d.]+%))?",  # nanoGPT
+    r"^step (?P<step>\d+): train loss \S+, val loss (?P<val_loss>\S+)",
+    r"^step +(?P<step>\d+)/\d+ \| (train )?loss (?P<loss>\S+).*?\| norm (?P<norm>\S+).*?\| lr (?P<lr>\S+) \| "
+    r"(?P<step_ms>[\d.]+) ms( \| (?P<mfu>-?[\d.]+%))?(.*\| (?P<tokens_per_sec>[\d,.]+) tok/s)?",  # llm.c
+    r"^val loss (?P<val_loss>\S+)",
+    r"^s:(?P<step>\d+) trl:(?P<loss>\S+) lr:(?P<lr>\S+)",  # llm.c's main.log
+    r"^s:(?P<step>\d+) tel:(?P<val_loss>\S+)",
+    r"iteration +(?P<step>\d+)/ *\d+ \|.*?learning rate: (?P<lr>\S+) \|.*?lm loss: (?P<loss>\S+) \|(.*?grad norm: "
+    r"(?P<norm>\S+) \|)?",  # Megatron-LM
+]
+
+
+def read(file: Path, columns: dict[str, str], patterns: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
+    """columns: field of ours (names.NAMES) -> theirs; what is not named is guessed by common names. patterns: regular expressions
+    for the lines of a console log, whose named groups are fields of ours; a line may match several.
+
+    Returns the records, and notes on how they were read. Raises UserError: no such column, no loss, a pattern that does not
+    compile or does not end; OSError.
+    """
+    for ours in columns:
+        if ours not in NAMES:
+            raise UserError(f"--columns {ours}={columns[ours]}: there is no field {ours}; there are {', '.join(NAMES)}")
+    first = next((line.lstrip() for line in lines(file) if line.strip()), "")
+    rows = list(_rows(file, first, [_compiled(p) for p in patterns]))
+    if not rows:
+        raise UserError(f"{file}: no line matches" + (" the pattern" if patterns else ", or it is empty"))
+    there = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
+    for theirs in columns.values():
+        if theirs not in there:
+            near = difflib.get_close_matches(theirs, there, 1)
+            meant = f" (did you mean {near[0]}?)" if near else ""
+            raise UserError(f"{file} has no column {theirs}{meant}; there are {_some(there)}")
+    names = {**guess(there), **columns}
+    if not {"loss", "val_loss"} & names.keys():
+        raise UserError(
+            f"{file}: no column is known to be the loss; say which with --columns loss=NAME; there are {_some(there)}"
+        )
+    records, notes = _records(rows, names)
+    if not records:
+        raise UserError(f"{file}: no row has a number for {names.get('loss', names.get('val_loss'))}")
+    read_as = ", ".join(f"{ours} = {theirs}" for ours, theirs in names.items() if ours != theirs)
+    return records, ([f"read with {read_as}"] if read_as else []) + notes
+
+
+def _some(there: list[str]) -> str:
+    return ", ".join(there[:40]) + (f" and {len(there) - 40} more" if len(there) > 40 else "")
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        compiled = re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise UserError(f"--pattern {pattern!r} is not a regular expression: {error}") from None
+    groups = compiled.groupindex.keys()
+    if not groups or groups - NAMES.keys():
+        raise UserError(
+            f"--pattern {pattern!r}: its named groups (?P<NAME>...) are {', '.join(groups) or 'none'}; it needs some of "
+            f"{', '.join(NAMES)}"
+        )
+    return compiled
+
+
+def _rows(file: Path, first: str, patterns: list[re.Pattern[str]]) -> Iterator[dict[str, Any]]:
+    """Each row as it stands, nested objects by dotted names."""
+    known = patterns or [re.compile(p) for p in CONSOLE]
+    if patterns or any(p.search(line[:LONGEST]) for line in itertools.islice(lines(file), 1000) for p in known):
+        yield from _matches(file, known)
+    elif first.startswith(("{", "[")):
+        yield from (_flat(row) for row in _objects(file, first) if isinstance(row, dict))
+    else:
+        yield from _table(file, first)
+
+
+def _objects(file: Path, first: str) -> Iterator[Any]:
+    """One a line; or of a document, whose first line is not one by itself."""
+    try:
+        whole_line = isinstance(json.loads(first), dict) and '"log_history"' not in first
+    except (ValueError, RecursionError):
+        whole_line = False
+    if whole_line:
+        for line in lines(file):
+            with contextlib.suppress(ValueError, RecursionError):
+                yield json.loads(line)
+        return
+    text = "\n".join(lines(file, _DOCUMENT_BYTES))
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is not JSON: {error}") from None
+    history = document.get("log_history", [document]) if isinstance(document, dict) else document
+    yield from history if isinstance(history, list) else []
+
+
+def _flat(row: dict[str, Any], prefix: str = "", depth: int = 8) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, dict) and depth:
+            flat |= _flat(value, f"{prefix}{key}.", depth - 1)
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _table(file: Path, header: str) -> Iterator[dict[str, Any]]:
+    delimiter = max(",\t;", key=header.count)
+    try:
+        for row in csv.DictReader((line for line in lines(file) if line.strip()), delimiter=delimiter):
+            yield {k: v for k, v in row.items() if isinstance(k, str) and isinstance(v, str) and v.strip()}
+    except csv.Error as error:
+        raise UserError(f"{file} is no table that can be read: {error}") from None
+
+
+def _matches(file: Path, patterns: list[re.Pattern[str]]) -> Iterator[dict[str, Any]]:
+    """The named groups of every line that matches. A step counts for the lines that follow it and do not name one."""
+    step: Any = None
+    rest = lines(file)
+    while chunk := list(itertools.islice(rest, 1000)):
+        with _limited(MATCH_SECONDS):
+            found = [m.groupdict() for line in chunk for p in patterns if (m := p.search(line[:LONGEST]))]
+        for groups in found:
+            row = {name: text for name, text in groups.items() if text is not None}
+            step = row.get("step", step)
+            yield row if step is None else {**row, "step": step}
+
+
+@contextlib.contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Ends a match that backtracks without end: `re` looks for signals while it matches. In the main thread only; elsewhere there
+    is no limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(*_: Any) -> None:
+        raise UserError(f"--pattern takes more than {seconds:g} s for 1,000 lines: it backtracks; make it simpler")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _records(rows: list[dict[str, Any]], names: dict[str, str]) -> tuple[list[dict[str, Any]], list[str]]:
+    """In the order of the log. Without a column of steps the rows that have a loss are counted."""
+    steps: list[dict[str, Any]] = []
+    evals: list[dict[str, Any]] = []
+    again = counted = 0
+    for row in rows:
+        values = {ours: value for ours, theirs in names.items() if (value := number(row.get(theirs))) is not None}
+        loss, val_loss = values.pop("loss", None), values.pop("val_loss", None)
+        counted += loss is not None
+        step = whole(values.pop("step", None)) if "step" in names else counted
+        if step is None:
+            continue
+        while steps and steps[-1]["step"] > step and loss is not None:
+            steps.pop()
+            again += 1
+        if loss is not None:
+            same = steps and steps[-1]["step"] == step
+            record = steps.pop() if same else {"kind": "step", "step": step}
+            steps.append({**record, **_fields(values), "loss": _finite(loss)})
+        elif steps and steps[-1]["step"] == step and val_loss is None:  # a row of its own for the norm, or the rate
+            steps[-1] = {**_fields(values), **steps[-1]}
+        if val_loss is not None:
+            while evals and evals[-1]["step"] >= step:
+                evals.pop()
+            evals.append({"kind": "eval", "step": step, "val_loss": _finite(val_loss), "set": "val"})
+            if "tokens" in values:
+                evals[-1]["tokens"] = whole(values["tokens"])
+    notes = ["not a run of ours: findings say what our watch would have said and done"]
+    notes += [f"the steps go back: {again} records of updates that were done again are left out"] if again else []
+    if "step" not in names:
+        notes.append("no column is known to be the step: rows are counted")
+    _unify_mfu(steps)
+    return sorted([*steps, *evals], key=lambda r: r["step"]), notes
+
+
+def _fields(values: dict[str, float]) -> dict[str, Any]:
+    found = {FIELDS.get(name, name): _finite(value) for name, value in values.items() if name != "step_ms"}
+    if "step_ms" in values:
+        found["step_seconds"] = _finite(values["step_ms"] / 1000)
+    if "tokens" in found:
+        found["tokens"] = whole(values["tokens"])
+    if not math.isfinite(values.get("norm", 0.0)):
+        found["skipped"] = True  # how a record says that the gradient was not finite, whatever their optimizer then did
+    return found
+
+
+def _unify_mfu(steps: list[dict[str, Any]]) -> None:
+    """A share of 1, for a log in per cent too; nanoGPT says -100 % as long as it does not know."""
+    known = [r for r in steps if r.get("mfu") is not None]
+    percent = max((r["mfu"] for r in known), default=0.0) > 1.5
+    for r in known:
+        r["mfu"] = None if r["mfu"] < 0 else r["mfu"] / (100 if percent else 1)
+
+
+def _finite(value: float) -> float | None:
+    """As in metrics.jsonl, a number that is not finite is null."""
+    return value if math.isfinite(value) else None

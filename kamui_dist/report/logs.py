@@ -1,0 +1,187 @@
+"""A run as it is read from disk: its records, its findings, its config, and what the watch has to know of it.
+
+A run directory or metrics.jsonl of ours; any other file is the log of another trainer (foreign.py). Nothing that is read is
+executed, and what is damaged is left out, with a note.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tomllib
+import zlib
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from kamui_dist import config
+from kamui_dist.config import Config
+from kamui_dist.errors import UserError
+from kamui_dist.findings import ACTIONS, Finding
+from kamui_dist.plan import make_plan
+from kamui_dist.report import foreign
+from kamui_dist.report.lines import lines
+from kamui_dist.watch import Facts
+
+KINDS = ("start", "resume", "rollback", "step", "eval", "checkpoint", "detail", "end")
+ATTEMPTS = ("start", "resume", "rollback")
+_NUMBERS = ("loss", "val_loss", "lr", "grad_norm_pre_clip", "grad_norm_post_clip", "time", "tokens", "step_seconds")
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str
+    path: Path  # the run directory, or the file
+    records: list[dict[str, Any]]  # in the words of metrics.jsonl, whoever wrote the log
+    ours: bool = True
+    found: list[Finding] = field(default_factory=list)  # by the run itself, while it trained
+    config: Config | None = None
+    table: dict[str, str] = field(default_factory=dict)  # config.toml: section.key -> value as text
+    status: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # what a reader has to know of how it was read
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [r for r in self.records if r["kind"] == kind]
+
+
+def read_run(path: Path, columns: dict[str, str] | None = None, patterns: list[str] | None = None) -> Run:
+    """columns, patterns: for the log of another trainer, see foreign.read. Raises UserError in one line."""
+    path = path.absolute()
+    file = path / "metrics.jsonl" if path.is_dir() else path
+    try:
+        if not file.is_file():
+            what = (
+                "is not a run directory: it has no metrics.jsonl"
+                if path.is_dir()
+                else "is no file, and no run directory"
+            )
+            raise UserError(f"{path} {what}")
+        if not _is_ours(file):
+            records, notes = foreign.read(file, columns or {}, patterns or [])
+            return Run(file.name, file, records, ours=False, notes=notes)
+        records, broken = _records(file)
+    except (OSError, EOFError, zlib.error) as error:  # the last two: a .gz that was cut short, or is damaged
+        raise UserError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if not records:
+        raise UserError(f"{file} has no records")
+    notes = [f"{broken} damaged lines of {file.name} are left out"] if broken else []
+    directory = file.parent
+    cfg, table = None, {}
+    if (directory / "config.toml").is_file():
+        try:
+            cfg, _ = config.load(directory / "config.toml", [])
+        except UserError:
+            notes.append("its config.toml is not of this version: the watch runs with its defaults")
+        table = _table(directory / "config.toml")
+    return Run(
+        directory.name if file.name == "metrics.jsonl" else file.name, directory, records, True,
+        _findings(directory / "findings.jsonl"), cfg, table, _json(directory / "status.json"), notes,
+    )  # fmt: skip
+
+
+def named(runs: list[Run]) -> list[Run]:
+    """The same runs with names that differ: as much of the path as that takes."""
+    names = [run.name for run in runs]
+    for depth in range(2, 6):
+        if len(set(names)) == len(names):
+            break
+        names = ["/".join(run.path.parts[-depth:]) for run in runs]
+    seen: dict[str, int] = {}
+    for k, name in enumerate(names):  # the same one twice
+        seen[name] = seen.get(name, 0) + 1
+        names[k] = name if seen[name] == 1 else f"{name} ({seen[name]})"
+    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+
+
+def facts(run: Run) -> Facts:
+    """What the run's own watch was told (start.watch_facts); for a log without a config nothing."""
+    cfg = run.config
+    starts = [r for r in run.records if r["kind"] in ATTEMPTS]
+    if cfg is None or not starts:
+        return Facts()
+    first, last = starts[0], starts[-1]
+    done = (last["step"], last.get("samples") or 0, last.get("tokens") or 0)
+    windows = _windows(run, cfg)
+    fresh = first["kind"] == "start" and cfg.checkpoint.init_from is None and cfg.model.factory is None
+    known = Facts(vocab_size=cfg.model.vocab_size, lr=cfg.optim.lr, grad_clip=cfg.optim.grad_clip, windows=windows,
+                  global_batch=last.get("global_batch"), fresh=fresh, ranks=last.get("world_size"))  # fmt: skip
+    try:
+        plan = make_plan(cfg, int(last.get("world_size") or 1), windows, done)
+    except UserError:  # changed by hand since it ran
+        return known
+    decay = plan.decay_steps if cfg.schedule.kind == "wsd" else 0
+    return replace(known, steps=plan.steps, warmup=plan.warmup_steps, decay_from=plan.steps - decay if decay else None)
+
+
+def _windows(run: Run, cfg: Config) -> int | None:
+    """Windows of the training data: a step record tells how many tokens make how much of an epoch."""
+    for r in run.records:
+        if r["kind"] == "step" and r.get("epoch") and r.get("tokens"):
+            return round(r["tokens"] / cfg.model.context_length / r["epoch"])
+    return None
+
+
+def _is_ours(file: Path) -> bool:
+    """By its first line: the records of every run of ours begin with a start."""
+    with contextlib.suppress(ValueError, RecursionError):
+        first = json.loads(next(lines(file), ""))
+        return isinstance(first, dict) and first.get("kind") in KINDS
+    return False
+
+
+def _records(file: Path) -> tuple[list[dict[str, Any]], int]:
+    """The records, and how many lines are none. A last line that a crash cut short is no fault."""
+    found: list[dict[str, Any]] = []
+    broken = 0
+    torn = False
+    for line in lines(file):
+        broken += torn
+        torn = False
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            torn = bool(line.strip())
+            continue
+        if _sound(record):
+            found.append(record)
+        else:
+            broken += 1
+    return found, broken
+
+
+def _sound(record: Any) -> bool:
+    if not (isinstance(record, dict) and record.get("kind") in KINDS and type(record.get("step")) is int):
+        return False
+    return record["step"] >= 0 and all(_is_number(record[name]) for name in _NUMBERS if name in record)
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and abs(value) < 1e300)
+
+
+def _findings(file: Path) -> list[Finding]:
+    found = []
+    for line in lines(file) if file.is_file() else ():
+        with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
+            r = json.loads(line)
+            message, cause, advice = (str(r[name]) for name in ("message", "cause", "advice"))
+            if r["action"] in ACTIONS:
+                found.append(Finding(str(r["kind"]), int(r["step"]), message, cause, advice, r["action"]))
+    return found
+
+
+def _json(file: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        value = json.loads(file.read_text(encoding="utf-8"))
+        return value if isinstance(value, dict) else {}
+    return {}
+
+
+def _table(file: Path) -> dict[str, str]:
+    with contextlib.suppress(OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+        return {
+            f"{section}.{key}": value if isinstance(value, str) else json.dumps(value, default=str)
+            for section, keys in values.items() if isinstance(keys, dict) for key, value in keys.items()
+        }  # fmt: skip
+    return {}

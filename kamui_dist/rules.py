@@ -1,0 +1,71 @@
+"""What the rules of the watch are made of: windows of numbers, and state that a checkpoint keeps. Pure; imports no torch."""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
+
+
+class Window:
+    """The last `size` values, and beside them the same in order: a median costs a binary search instead of a sort."""
+
+    def __init__(self, size: int, values: Iterable[float] = ()) -> None:
+        self.size = size
+        self.values = deque(values, size)
+        self.ordered = sorted(self.values)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def add(self, value: float) -> None:
+        if len(self.values) == self.size:
+            del self.ordered[bisect_left(self.ordered, self.values[0])]
+        self.values.append(value)
+        insort(self.ordered, value)
+
+    def mean(self, last: int = 0) -> float:
+        """Of all, or of the last so many."""
+        values = list(self.values)[-last:]
+        return math.fsum(values) / len(values)
+
+    def median(self) -> float:
+        return self.ordered[len(self.ordered) // 2]
+
+    def spread(self) -> float:
+        """The standard deviation, estimated from the median absolute deviation (Rousseeuw & Croux 1993)."""
+        middle = self.median()
+        return 1.4826 * statistics.median(abs(value - middle) for value in self.values)
+
+    def noise(self) -> float:
+        """The standard deviation without the trend, from the median absolute difference of neighbours."""
+        return 1.0484 * statistics.median(abs(b - a) for a, b in pairwise(self.values)) if len(self) > 1 else 0.0
+
+
+class Rule:
+    """State of a rule: all its fields but those that the config and the run give it."""
+
+    GIVEN: tuple[str, ...] = ("cfg", "size", "span", "warmup", "peak_lr", "decay_from", "vocab_size", "fresh", "start")
+
+    def state(self) -> dict[str, Any]:
+        return {name: _plain(value) for name, value in vars(self).items() if name not in self.GIVEN}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """What an older state does not have stays as it is."""
+        for name in vars(self).keys() & state.keys():
+            now, saved = getattr(self, name), copy.deepcopy(state[name])
+            if isinstance(now, Window):
+                saved = Window(now.size, saved)
+            elif isinstance(now, deque):
+                saved = deque(saved, now.maxlen)
+            setattr(self, name, saved)
+
+
+def _plain(value: Any) -> Any:
+    values = value.values if isinstance(value, Window) else value
+    return copy.deepcopy(list(values) if isinstance(values, deque) else values)

@@ -1,0 +1,74 @@
+"""RUN/status.json, which scripts read since torchrun hides exit codes. It can be told on a full disk too: it is written over the
+bytes of a file that was made while there was room (.status.spare), which then takes its name.
+
+    {"outcome": "running" | "finished" | "early_stopped" | "stopped" | "failed", "step", "reason", "requeue", "exit_code", "pid",
+     "restarts"}        requeue: running the same command again will help
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from kamui_dist import job
+from kamui_dist.files import sync_directory, write_json
+
+SPARE = ".status.spare"
+_SPARE_BYTES = 4096
+_STARTED = time.time()
+
+
+def reserve(run_dir: Path) -> None:
+    """Makes the spare file, and removes what a killed process has left of one. Raises OSError if there is no room."""
+    (run_dir / SPARE).write_bytes(bytes(_SPARE_BYTES))
+    for path in run_dir.glob(".status.json.*"):
+        path.unlink(missing_ok=True)
+
+
+def write(run_dir: Path, outcome: str, step: int, reason: str, exit_code: int | None, requeue: bool) -> None:
+    """On any rank; several at once do no harm."""
+    status = {
+        "outcome": outcome, "step": step, "reason": reason, "requeue": requeue, "exit_code": exit_code, "pid": os.getpid(),
+        "restarts": job.restarts(),
+    }  # fmt: skip
+    mine = run_dir / f".status.json.{os.getpid()}"
+    try:
+        (run_dir / SPARE).rename(mine)  # one rank alone gets it
+    except FileNotFoundError:
+        write_json(run_dir / "status.json", status)
+    else:
+        with mine.open("r+", encoding="utf-8") as file:
+            file.write(json.dumps(status, indent=2, allow_nan=False) + "\n")
+            file.truncate()
+            os.fsync(file.fileno())
+        mine.rename(run_dir / "status.json")
+        sync_directory(run_dir)
+    with contextlib.suppress(OSError):  # on a full disk there is room for it just now: what the old status had
+        (run_dir / SPARE).write_bytes(bytes(_SPARE_BYTES))
+
+
+def told(run_dir: Path) -> bool:
+    """Whether a rank of this start has told how the run ends."""
+    found = _read(run_dir)
+    with contextlib.suppress(OSError):
+        fresh = (run_dir / "status.json").stat().st_mtime >= _STARTED
+        return fresh and found.get("outcome") not in (None, "running")
+    return False
+
+
+def step(run_dir: Path) -> int:
+    """As the last status has it; 0 without one."""
+    found = _read(run_dir).get("step")
+    return found if isinstance(found, int) else 0
+
+
+def _read(run_dir: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((run_dir / "status.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
