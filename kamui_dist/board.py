@@ -25,7 +25,7 @@ import numpy as np
 from kamui_dist import hparams
 
 _RUN = {
-    "world_size": "perf/world_size", "global_batch": "train/global_batch", "restarts": "perf/restarts", "samples": "train/samples",
+    "world_size": "perf/world_size", "global_batch": "data/global_batch", "restarts": "perf/restarts", "samples": "data/samples",
     "lost_steps": "perf/lost_steps", "lost_seconds": "perf/lost_seconds",
 }  # fmt: skip
 # By kind of record and field. A number that is not here gets a tag too, see `points`.

@@ -96,9 +96,9 @@ KINDS = {
         "lower model.init_std; see that the loss is a mean over targets, and that blocks begin with a norm.",
     ),
     "clipping": Kind(
-        "nearly every update is clipped",
-        "optim.grad_clip below the usual norm: the length of the gradient no longer counts. Usual early in a run.",
-        "if it goes on after warmup, raise optim.grad_clip to about twice the usual norm, or lower optim.lr.",
+        "nearly every update is clipped, long after the beginning",
+        "optim.grad_clip below the usual norm: the length of the gradient no longer counts.",
+        "nothing, if the loss falls well; else raise optim.grad_clip to about twice the usual norm, or lower optim.lr.",
     ),
     "plateau": Kind(
         "the loss has stopped falling while the learning rate is high",

@@ -227,7 +227,7 @@ Action = Literal["off", "note", "warn", "skip", "rollback", "stop"]
 
 
 class Watch(Section):
-    window: Int = knob(128, "steps in the moving average, and in most other windows", ge=1)
+    window: Int = knob(128, "steps in the moving average, and in most other windows (at most a fifth of the run)", ge=1)
     spike_factor: Float = knob(3.0, "a loss above this many times its moving average is a spike", gt=1)
     spike_z: Float = knob(
         6.0, "sharper: a loss this many robust deviations above its median, if the gradient norm is large too", gt=0
@@ -238,10 +238,14 @@ class Watch(Section):
     divergence_steps: Int = knob(50, "for so many steps in a row is divergence", ge=1)
     plateau_nats: Float = knob(0.005, "an improvement of the loss below this", gt=0)
     plateau_steps: Int = knob(2000, "in so many steps (a fifth of a short run) is a plateau, while lr is high", ge=2)
-    start_steps: Int = knob(200, "a loss still near ln(vocabulary) after so many steps: nothing is learnt", ge=2)
+    start_steps: Int = knob(
+        200,
+        "a loss still near ln(vocabulary) after so many steps (a fifth of a short run, at least 100): nothing is learnt",
+        ge=2,
+    )
     norm_limit: Float = knob(10.0, "a gradient norm before clipping above this for a whole window is too large", gt=0)
     clip_share: Float = knob(0.9, "clipping on more than this share of a window's steps is too much", gt=0, le=1)
-    overfit_evals: Int = knob(3, "validations in a row that rise while the training loss falls", ge=2)
+    overfit_evals: Int = knob(3, "validations in a row above the best one while the training loss falls", ge=2)
     starvation_share: Float = knob(0.1, "waiting for data for more than this share of a window's time", gt=0, lt=1)
     slow_rank_factor: Float = knob(1.3, "a rank's own time above this many times the median rank's is slow", gt=1)
     throughput_drop: Float = knob(0.3, "tokens per second below its best window by more than this share", gt=0, lt=1)

@@ -187,7 +187,7 @@ class Metrics:
         self.findings_file.write("".join(json.dumps(f.record()) + "\n" for f in findings))
         for finding in findings:
             self.say(f"watch: {finding}")
-            self.text("findings", str(finding), finding.step)
+            self.text("findings", verbatim(str(finding)), finding.step)
 
     def say(self, line: str) -> None:
         if self.enabled:

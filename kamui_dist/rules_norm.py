@@ -16,6 +16,7 @@ class Norms(Rule):
 
     cfg: knobs.Watch
     size: int
+    warmup: int
     begins: int = 0
     norms: list[float] = field(default_factory=list)
 
@@ -37,8 +38,8 @@ class Norms(Rule):
         )  # fmt: skip
 
     def clipped(self, grad_clip: float | None) -> Sign | None:
-        """On more than clip_share of the window's steps."""
-        if not grad_clip:
+        """On more than clip_share of the window's steps. Not during warmup, nor in the first window: there it is usual."""
+        if not grad_clip or self.begins <= max(1, self.warmup):
             return None
         share = sum(norm > grad_clip for norm in self.norms) / self.size
         if share <= self.cfg.clip_share:

@@ -147,7 +147,7 @@ class Learning(Rule):
         told += f"; gradient norm {norm:.2g}" if norm is not None else ""
         told += f"; lr {lr:.2e}" if lr is not None else ""
         if (ratio := self.detail.get("ratio")) is not None:
-            told += f"; a step changes the weights by {ratio:.1e} of themselves"
+            told += f"; an update is {ratio:.1e} of a layer's weights (median of those that change)"
         if (near or come < NEAR * nothing) and not self._moves(losses, norm):
             return "not-learning", Sign(f"{told}.", 1, *self._why(norm))
         return "slow-learning", Sign(f"{told}.", 1, *(USELESS_UPDATES if ratio is not None and ratio >= TINY else ()))

@@ -122,7 +122,8 @@ def watch_facts(cfg: Config, plan: Plan, fresh: bool) -> Facts:
     decay = plan.decay_steps if cfg.schedule.kind == "wsd" else 0
     return Facts(
         vocab_size=cfg.model.vocab_size, steps=plan.steps, lr=cfg.optim.lr, warmup=plan.warmup_steps,
-        decay_from=plan.steps - decay if decay else None, grad_clip=cfg.optim.grad_clip, windows=plan.windows,
+        decay_from=plan.steps - decay if decay else None, grad_clip=cfg.optim.grad_clip,
+        windows=plan.global_batch if cfg.train.overfit_one_batch else plan.windows,
         global_batch=plan.global_batch, fresh=fresh and cfg.model.factory is None, ranks=plan.world_size,
     )  # fmt: skip
 

@@ -99,8 +99,8 @@ def slowest(own: list[float]) -> dict[str, Any]:
 
 
 def memory_gib(device: torch.device) -> float:
-    """What this rank holds now: tensors in CUDA's allocator, or the process's resident set on CPU."""
+    """What this rank holds now: tensors in CUDA's allocator, or on CPU the process's resident memory but for mapped files."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) / 2**30
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**30
+    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE") / 2**30

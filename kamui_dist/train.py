@@ -14,7 +14,6 @@ import math
 import pdb
 import sys
 import time
-from typing import Any
 
 from kamui_dist import command_line
 
@@ -102,8 +101,7 @@ def train(cfg: Config, stop: StopRequest) -> int:
     profiler, clock = Profiler(cfg.log, run_dir, device, rank == 0, metrics.say), Stopwatch(device)
     monitor = Monitor(model, cfg, plan, device, clock)
     incidents = Incidents(run_dir, cfg, plan, module, train_data, device)
-    timing: dict[str, Any] = {}  # of the step before, for the watch
-    micro_batches, outcome, reason, action, evidence = None, "finished", "", "", None
+    micro_batches, outcome, reason, action, evidence, step_seconds = None, "finished", "", "", None, 0.0
 
     rate = start.learning_rate(cfg, plan, state.rollbacks)
     validator = Validator(cfg, plan, val_sets, module, device, watch, metrics, stop, pace)
@@ -154,21 +152,22 @@ def train(cfg: Config, stop: StopRequest) -> int:
         # 4. update: what all ranks must know travels in one message; from here on, all decide alike
         rows = distributed.gather_rows(
             loss_sum, targets, parallel.grad_norm(model), stop.poll(pace.margin(state.step + 1, time.perf_counter() - began)),
-            loader.data_seconds, peak_memory_gib(device), saver.code(), memory_gib(device), clock.own_seconds,
+            loader.data_seconds, peak_memory_gib(device), saver.code(), memory_gib(device), clock.own_seconds, step_seconds,
             *by_source.sums(), device=device,
-        )  # fmt: skip  # (ranks, 9, and 2 a source)
+        )  # fmt: skip  # (ranks, 10, and 2 a source)
         clock.lap("meet")
         saver.poll([int(r[6]) for r in rows])  # an asynchronous save that all ranks have finished is published
         total_targets = sum(r[1] for r in rows)
         mean_loss = sum(r[0] for r in rows) / total_targets if total_targets else math.nan
         unscale = plan.tokens_per_step / (total_targets * scaler.scale) if total_targets else math.nan
         raw_norm, asked, data_seconds, peak_memory, memory = (max(r[k] for r in rows) for k in (2, 3, 4, 5, 7))
-        slow = slowest([r[8] for r in rows])
+        slow, before = slowest([r[8] for r in rows]), rows[0][9] or None  # seconds that the step before took on rank 0
         norm, post_clip = raw_norm * unscale, math.nan
         finite = math.isfinite(mean_loss) and all(math.isfinite(r[2]) for r in rows)
         lr = rate(step)
-        verdict = watch.observe(Observation(step + 1, mean_loss, norm, lr, finite, data_seconds=data_seconds, memory_gib=memory,
-                                            **slow, **timing))  # fmt: skip
+        verdict = watch.observe(Observation(
+            step + 1, mean_loss, norm, lr, finite, before, data_seconds, before and plan.tokens_per_step / before, memory, **slow,
+        ))  # fmt: skip
         monitor.before_update(unscale)
         updates = finite and verdict.action in ("", "note", "warn")
         if updates:
@@ -184,14 +183,13 @@ def train(cfg: Config, stop: StopRequest) -> int:
         pace.step(step_seconds := time.perf_counter() - began)
 
         # 5. log: one record, rank 0 writes
-        timing = {"step_seconds": step_seconds, "tokens_per_sec": (speed := plan.tokens_per_step / step_seconds)}
-        utilisation = mfu(speed, counts.flops_per_token, peak, ranks)
+        utilisation = mfu(speed := plan.tokens_per_step / step_seconds, counts.flops_per_token, peak, ranks)
         metrics.write(
             "step", step=state.step, tokens=state.tokens, epoch=state.samples / train_data.windows, loss=mean_loss,
             loss_average=verdict.average, spike=verdict.spike, lr=lr, grad_norm_pre_clip=norm, grad_norm_post_clip=post_clip,
             skipped=not updates, loss_scale=scaler.scale if scaler.enabled else None, targets=int(total_targets), mfu=utilisation,
-            **timing, data_seconds=data_seconds, **slow, **clock.record(), peak_memory_gib=peak_memory, memory_gib=memory,
-            **by_source.record(rows, state.samples, gaps),
+            tokens_per_sec=speed, step_seconds=step_seconds, data_seconds=data_seconds, **slow, **clock.record(),
+            peak_memory_gib=peak_memory, memory_gib=memory, **by_source.record(rows, state.samples, gaps),
         )  # fmt: skip
         metrics.console(state.step, mean_loss, lr, norm, speed, utilisation)
         findings = list(verdict.findings)

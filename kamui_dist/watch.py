@@ -58,7 +58,7 @@ class Watch:
         self.plateau = Plateau(cfg, span, warmup, facts.lr, facts.decay_from)
         start = min(cfg.start_steps, max(LEAST_START, short)) + warmup // 2
         self.learning = Learning(facts.vocab_size, facts.fresh, start)
-        self.norms = Norms(cfg, size)
+        self.norms = Norms(cfg, size, warmup)
         self._moved(size)
 
     def _moved(self, size: int) -> None:

@@ -31,6 +31,7 @@ from kamui_dist.metrics import Metrics
 from kamui_dist.model import GPT, Attention
 from kamui_dist.prepare.shard_writer import ShardWriter
 from kamui_dist.signals import REASONS, StopRequest
+from kamui_dist.watch import Observation, Verdict, Watch
 from tests import tiny
 from tests.ranks import run_ranks
 
@@ -217,6 +218,7 @@ RUNS = {
                    change={"optim__lr": 1.0, "train__steps": 130}),
     "large-norm": Run("the gradient is a sum over 100 passes where a mean belongs", "large-norm",
                       change={"model__factory": here("summed")} | SHORTER),
+    "clipping": Run("optim.grad_clip a tenth of what is usual", "clipping", change={"optim__grad_clip": 0.1} | SHORTER),
     "overfitting": Run("8 KB of text, seen 27 times", "overfitting", windows=128, change={"train__steps": 220}),
     "leak": Run("the causal mask was forgotten", "leak", change={"model__factory": here("leaking")} | SHORTEST),
     "unshifted": Run("the targets are not shifted", "leak", ("overfitting", "spike"), loader=Unshifted, change=SHORTER),
@@ -270,22 +272,23 @@ def train(name: str, directory: Path, stop_at: int = 0) -> Path:
     if RUNS[name].ranks > 1:
         on_ranks(name, directory, RUNS[name].ranks)
     else:
-        code, _ = on_this_rank(name, directory, stop_at)
+        code, *_ = on_this_rank(name, directory, stop_at)
         assert code == (EXIT_STOPPED if stop_at else RUNS[name].code)
     return directory / "run"
 
 
-def on_ranks(name: str, directory: Path, ranks: int) -> list[list[dict[str, Any]]]:
-    """Trains it on ranks of its own; returns what the watch of each rank has found."""
+def on_ranks(name: str, directory: Path, ranks: int) -> list[tuple[list[dict[str, Any]], list[str]]]:
+    """Trains it on ranks of its own; returns of each rank what its watch has found, and what it was told."""
     config(name, directory)  # the data
     told = run_ranks(on_this_rank, ranks, name, directory)
-    assert {code for code, _ in told} == {RUNS[name].code}
-    return [found for _, found in told]
+    assert {code for code, *_ in told} == {RUNS[name].code}
+    return [(found, seen) for _, found, seen in told]
 
 
-def on_this_rank(name: str, directory: Path, stop_at: int = 0) -> tuple[int, list[dict[str, Any]]]:
-    """Exit code, and findings as their records."""
+def on_this_rank(name: str, directory: Path, stop_at: int = 0) -> tuple[int, list[dict[str, Any]], list[str]]:
+    """Exit code, findings as their records, and observations (their repr: NaN is not equal to itself)."""
     found: list[dict[str, Any]] = []
+    seen: list[str] = []
     stop = StopRequest()
 
     class Watched(RUNS[name].loader):  # type: ignore[misc]
@@ -301,9 +304,14 @@ def on_this_rank(name: str, directory: Path, stop_at: int = 0) -> tuple[int, lis
         found.extend(finding.record() for finding in findings)
         tell(self, findings)
 
-    tell = Metrics.findings
-    with mock.patch.object(Metrics, "findings", telling):  # every rank calls it, rank 0 writes
-        return tiny.run(config(name, directory, distributed.world_size()), stop, Watched), found
+    def looking(self: Watch, observation: Observation) -> Verdict:
+        seen.append(repr(observation))
+        return look(self, observation)
+
+    tell, look = Metrics.findings, Watch.observe
+    # Every rank calls them; what comes of it, rank 0 writes.
+    with mock.patch.object(Metrics, "findings", telling), mock.patch.object(Watch, "observe", looking):
+        return tiny.run(config(name, directory, distributed.world_size()), stop, Watched), found, seen
 
 
 if __name__ == "__main__":

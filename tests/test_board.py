@@ -88,7 +88,7 @@ def test_every_number_of_a_record_is_a_point() -> None:
     resume = {"step": 8, "samples": 10, "tokens": 80, "world_size": 2, "global_batch": 4, "restarts": 1, "changed": ["x"],
               "lost_steps": 3, "lost_seconds": 4.5}  # fmt: skip
     assert board.points("resume", resume) == board.points("start", resume) == {
-        "train/samples": 10.0, "perf/world_size": 2.0, "train/global_batch": 4.0, "perf/restarts": 1.0, "perf/lost_steps": 3.0,
+        "data/samples": 10.0, "perf/world_size": 2.0, "data/global_batch": 4.0, "perf/restarts": 1.0, "perf/lost_steps": 3.0,
         "perf/lost_seconds": 4.5,
     }  # fmt: skip
     assert board.points("sample", {"step": 8, "prompt": "a", "text": "b"}) == {}

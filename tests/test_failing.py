@@ -80,15 +80,18 @@ def test_a_healthy_run_is_left_alone(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_all_ranks_find_the_same(tmp_path: Path) -> None:
+def test_all_ranks_are_told_and_find_the_same(tmp_path: Path) -> None:
+    """Down to the last digit: if one rank stopped or skipped and another did not, all would hang."""
     for name in ("slow-rank", "lr-x100"):
-        first, *others = failing.on_ranks(name, tmp_path / name, 2)
-        assert first
-        assert all(found == first for found in others)
-        assert RUNS[name].expected in [f["kind"] for f in first]
+        (found, seen), *others = failing.on_ranks(name, tmp_path / name, 2)
+        for theirs, told_them in others:
+            different = [pair for pair in zip(seen, told_them, strict=True) if pair[0] != pair[1]]
+            assert not different, f"{len(different)} of {len(seen)}, the first: {different[0]}"
+            assert theirs == found
+        assert RUNS[name].expected in [f["kind"] for f in found]
         run_dir = tmp_path / name / "run"
-        assert told(run_dir) == first, "rank 0 writes them"
-        assert [key(f) for f in replayed(run_dir)] == [key(f) for f in first]
+        assert told(run_dir) == found, "rank 0 writes them"
+        assert [key(f) for f in replayed(run_dir)] == [key(f) for f in found]
 
 
 @pytest.mark.slow
@@ -104,7 +107,4 @@ def test_a_run_that_was_stopped_and_resumed_finds_what_one_that_was_not_finds(tm
 
 def test_every_kind_of_the_watch_has_a_run() -> None:
     by_knob = {name[3:].replace("_", "-") for name in knobs.Watch.model_fields if name.startswith("on_")}
-    shown = {run.expected for run in RUNS.values() if run.expected} | {
-        kind for run in RUNS.values() for kind in run.along
-    }
-    assert by_knob - shown == {"clipping"}
+    assert by_knob == {run.expected for run in RUNS.values() if run.expected}

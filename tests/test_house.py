@@ -21,7 +21,7 @@ LAYERS = [
     {"train"},
     {"saver"},
     {"start", "rundir", "banner", "rollback", "validation", "worst"},
-    {"checkpoint", "parallel", "metrics", "evaluate"},
+    {"checkpoint", "parallel", "metrics", "evaluate", "monitor", "noise", "samples"},
     {"retention", "health", "staging"},
     {"storage", "tensors", "manifest"},
     {
@@ -39,6 +39,8 @@ LAYERS = [
     {"plan"},
     {"resume_report"},
     {"config", "schedule", "watch", "signals", "lock"},
+    {"rules_loss", "rules_norm", "rules_pace", "rules_start", "observation"},
+    {"rules"},
     {"knobs", "findings"},
     {"job"},
     {"errors", "files"},

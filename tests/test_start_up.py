@@ -323,8 +323,8 @@ print("went on", stop.poll(), flush=True)
 
 def child(code: str, send: signal.Signals | None = signal.SIGTERM, early: str = "") -> tuple[int, str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", CHILD.replace("EXEC", code).replace("EARLY", early)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True,
+        [sys.executable, "-c", CHILD.replace("EXEC", code).replace("EARLY", early)], cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
         assert process.stdout is not None

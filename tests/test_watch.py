@@ -396,7 +396,7 @@ def test_slow_learning() -> None:
     w = watch()
     w.detailed(1, detail(ratio=1e-6))
     finding = one(w, still(), "slow-learning")
-    assert "a step changes the weights by 1.0e-06 of themselves" in finding.message
+    assert "an update is 1.0e-06 of a layer's weights" in finding.message
     # Over once the loss has come far enough below ln(vocabulary), and never again.
     w = watch()
     find(w, (Observation(s, NOTHING - 0.003 * s, 2.0, 1e-6) for s in range(1, 600)))
@@ -432,7 +432,9 @@ def test_clipping() -> None:
         return [replace(falling(s), norm=1.5 if s % 100 < 100 * share else 0.9) for s in range(1, 400)]
 
     found = find(watch(), often(0.95))
-    assert [(f.kind, f.action, f.step) for f in found] == [("clipping", "note", 128)]
+    # Not in the first window, nor in warmup, where it is usual.
+    assert [(f.kind, f.action, f.step) for f in found] == [("clipping", "note", 256)]
+    assert [f.step for f in find(watch(replace(BYTES, warmup=200)), often(0.95))] == [384]
     assert "clipped to 1" in found[0].message
     assert find(watch(), often(0.85)) == []
     for unclipped in (0.0, None):
@@ -555,9 +557,9 @@ def test_a_healthy_log_of_a_short_run(seed: int) -> None:
     (0.03, 0.2, False, 0.3), (0.03, 0.2, True, 0.3), (0.06, 0.6, False, 0.15),
 ])  # fmt: skip
 def test_a_healthy_log_of_a_long_run(seed: int, noise: float, correlation: float, constant: bool, power: float) -> None:
-    """20,000 steps of something like GPT-2: nothing above a note, and of those only that it clips at the beginning."""
+    """20,000 steps of something like GPT-2: nothing is found."""
     seen = logs.healthy(seed, noise=noise, correlation=correlation, constant=constant, power=power)
-    assert {(f.kind, f.action) for f in find(watch(logs.GPT2), seen)} <= {("clipping", "note")}
+    assert find(watch(logs.GPT2), seen) == []
 
 
 def damaged(at: int, damage: Any, steps: int = 700) -> list[Observation]:

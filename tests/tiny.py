@@ -40,6 +40,15 @@ TIMES = {
     "check_seconds",
     "mb_per_second",
     "eval_seconds",
+    "compute_seconds",
+    "meet_seconds",
+    "update_seconds",
+    "own_seconds",
+    "slowest_rank",
+    "median_own_seconds",
+    "memory_gib",
+    "detail_seconds",
+    "communication_seconds",
 }
 
 

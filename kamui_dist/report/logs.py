@@ -101,7 +101,7 @@ def facts(run: Run) -> Facts:
         return Facts()
     first, last = starts[0], starts[-1]
     done = (last["step"], last.get("samples") or 0, last.get("tokens") or 0)
-    windows = _windows(run, cfg)
+    windows = last.get("global_batch") if cfg.train.overfit_one_batch else _windows(run, cfg)
     fresh = first["kind"] == "start" and cfg.checkpoint.init_from is None and cfg.model.factory is None
     known = Facts(vocab_size=cfg.model.vocab_size, lr=cfg.optim.lr, grad_clip=cfg.optim.grad_clip, windows=windows,
                   global_batch=last.get("global_batch"), fresh=fresh, ranks=last.get("world_size"))  # fmt: skip
