@@ -105,7 +105,8 @@ def config_text(cfg: Config) -> str:
     return "    " + config.to_toml(cfg).replace("\n", "\n    ")
 
 
-def farewell(outcome: str, reason: str, state: State, run_dir: Path) -> str:
+def farewell(outcome: str, reason: str, state: State, run_dir: Path, evidence: Path | None) -> str:
+    """The last line. evidence: the last incident of this start."""
     best = (
         "" if state.best_step is None else f"; best validation loss {state.best_val_loss:.4f} at step {state.best_step}"
     )
@@ -114,5 +115,5 @@ def farewell(outcome: str, reason: str, state: State, run_dir: Path) -> str:
     if outcome == "stopped":
         return f"stopped at step {state.step} ({reason}), checkpoint written; run the same command again to go on{best}"
     if outcome == "failed":
-        return f"stopped at step {state.step} ({reason}); see {run_dir / 'findings.jsonl'}{best}"
+        return f"stopped at step {state.step} ({reason}); see {evidence or run_dir / 'findings.jsonl'}{best}"
     return f"{outcome.replace('_', ' ')} at step {state.step}{f' ({reason})' if reason else ''}: {run_dir}{best}"

@@ -207,7 +207,9 @@ class Eval(Section):
     patience: Int = knob(0, "stop after this many validations without improvement; 0: never", ge=0)
     min_improvement: Float = knob(0.0, "a validation loss counts as better if lower by more than this", ge=0)
     sample_tokens: Int = knob(0, "tokens of text to let the model write at every validation; 0: none", ge=0)
-    sample_prompt: str | None = knob(None, "what the text begins with; unset: the first line of the validation text")
+    sample_prompt: str | None = knob(
+        None, "what the text begins with; unset: the first 32 tokens of the first validation set"
+    )
 
 
 class CheckpointSection(Section):

@@ -153,7 +153,8 @@ class TrainingData:
             if end > first:
                 end += after - first
                 counts = [
-                    n - b + a for n, a, b in zip(counts, self.turns.counts(first), self.turns.counts(after), strict=True)
+                    n - b + a
+                    for n, a, b in zip(counts, self.turns.counts(first), self.turns.counts(after), strict=True)
                 ]
         return {name: n + c for name, n, c in zip(self.names, counts, self.turns.counts(end), strict=True)}
 

@@ -104,6 +104,10 @@ def _contradictions(cfg: Config) -> Iterator[str]:
         yield "schedule.decay_shape = exponential never reaches 0; set schedule.min_lr above 0"
     if cfg.data.val_path is None and not cfg.eval.sets and cfg.eval.patience:
         yield f"eval.patience = {cfg.eval.patience} needs data.val_path"
+    if cfg.eval.sample_tokens and cfg.data.val_path is None and not cfg.eval.sets:
+        yield (
+            f"eval.sample_tokens = {cfg.eval.sample_tokens} needs data.val_path or eval.sets: samples are written at validations"
+        )
     yield from _data_contradictions(cfg)
     yield from _profile_contradictions(cfg)
 

@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 
 from kamui_dist import distributed
-from kamui_dist.knobs import CheckpointSection
+from kamui_dist.knobs import CheckpointSection, Watch
 from kamui_dist.manifest import CheckpointError, check_sizes, open_checkpoint, remove, step_directories
 
 _SLACK = 1 << 20  # of a checkpoint's size, for its manifest and what the file system keeps for itself
@@ -60,8 +60,8 @@ class Pruner:
     """`prune` in a thread of rank 0: deleting may take minutes, and with checkpoint.async it comes in the middle of a step, in
     which the other ranks would wait for rank 0 and take it for one that hangs."""
 
-    def __init__(self, directory: Path, cfg: CheckpointSection) -> None:
-        self.directory, self.cfg = directory, cfg
+    def __init__(self, directory: Path, cfg: CheckpointSection, watch: Watch) -> None:
+        self.directory, self.cfg, self.watch = directory, cfg, watch
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -80,9 +80,22 @@ class Pruner:
             before.join()
         best = best_step(self.directory) if self.cfg.best else None
         try:
-            prune(self.directory, self.cfg.keep, self.cfg.keep_every, set() if best is None else {best})
+            protect = wanted_by_rollback(
+                self.watch, [step for step, path in step_directories(self.directory) if whole(path)]
+            )
+            prune(self.directory, self.cfg.keep, self.cfg.keep_every, protect | (set() if best is None else {best}))
         except OSError as error:
             print(f"warning: no old checkpoint was deleted: {error}", file=sys.stderr, flush=True)
+
+
+def wanted_by_rollback(watch: Watch, steps: list[int]) -> set[int]:
+    """Of the checkpoints of `steps` the one that a rollback would go back to if a divergence were found right after the last, and
+    the one after it, which will take its place; none if nothing asks for rollbacks."""
+    if "rollback" not in watch.model_dump().values() or not steps:
+        return set()
+    begun = steps[-1] - watch.divergence_steps - watch.rollback_steps
+    good = max((s for s in steps if s <= begun), default=steps[0])
+    return {good, min((s for s in steps if s > good), default=good)}
 
 
 def whole(path: Path) -> bool:

@@ -133,14 +133,6 @@ def _condemn(directory: Path, number: int, r: dict[str, Any]) -> None:
             (directory / "best.json").unlink()
 
 
-def protected(cfg: Watch, steps: Sequence[int], step: int) -> set[int]:
-    """Of the `steps` that have checkpoints, the one that a rollback would want after update `step`; none if nothing asks for
-    rollbacks."""
-    if "rollback" not in cfg.model_dump().values():
-        return set()
-    return {max((s for s in steps if s <= step - cfg.rollback_steps - cfg.divergence_steps), default=step)}
-
-
 def _rollbacks_of(path: Path) -> int:
     try:
         return len(checkpoint.open_checkpoint(path).state["state"].get("rollbacks", []))

@@ -26,6 +26,7 @@ from kamui_dist.checkpoint import Checkpoint, CheckpointError
 from kamui_dist.config import Config
 from kamui_dist.files import FULL
 from kamui_dist.metrics import Metrics
+from kamui_dist.noise import NoiseScale
 from kamui_dist.plan import Plan
 from kamui_dist.precision import LossScaler
 from kamui_dist.staging import Staging
@@ -62,22 +63,22 @@ class _Job:
 class Saver:
     """Owns what lives between two saves: the one in flight, its copies in host memory, what the last one measured.
 
-    watch, scaler: their state goes into the checkpoint. facts: JSON values that are the same at every save of this run.
+    watch, scaler, noise: their state goes into the checkpoint. facts: JSON values that are the same at every save of this run.
     """
 
     def __init__(
         self, run_dir: Path, cfg: Config, plan: Plan, module: nn.Module, optimizer: torch.optim.Optimizer,
-        watch: Watch, scaler: LossScaler, metrics: Metrics, facts: dict[str, Any],
+        watch: Watch, scaler: LossScaler, noise: NoiseScale, metrics: Metrics, facts: dict[str, Any],
     ) -> None:  # fmt: skip
         self.run_dir, self.cfg, self.plan, self.metrics, self.facts = run_dir, cfg, plan, metrics, facts
         self.directory = run_dir / "checkpoints"
-        self.module, self.optimizer, self.watch, self.scaler = module, optimizer, watch, scaler
+        self.module, self.optimizer, self.watch, self.scaler, self.noise = module, optimizer, watch, scaler, noise
         self._job: _Job | None = None  # in flight
         self._staging = Staging()
         self._mine: set[str] = set()  # names of what this rank writes, of tensors with this signature
         self._signature = ""
         self._owed = False
-        self._pruner = retention.Pruner(self.directory, cfg.checkpoint)
+        self._pruner = retention.Pruner(self.directory, cfg.checkpoint, cfg.watch)
         self._bytes = 0  # of the last checkpoint
         self._seconds = 0.0
         self._check_seconds = 0.0
@@ -112,15 +113,16 @@ class Saver:
         if finding is not None:
             self.metrics.findings([finding])
             return f"checkpoint: {finding.kind}" if finding.action == "stop" else ""
-        body = {"state": state.to_dict(), "watch": self.watch.state(), "scaler": self.scaler.state(), **self.facts}
+        parts = {"watch": self.watch.state(), "scaler": self.scaler.state(), "noise": self.noise.to_dict()}
+        body = {"state": state.to_dict(), **parts, **self.facts}
         job = self._job = _Job(replace(state), body, began, self._check_seconds)
         if final or not self.cfg.checkpoint.async_:
             self._write(job, tensors, None)
             job.stall_seconds = time.perf_counter() - began
             self._settle(job, job.code, final)
         else:
-            parts = {name: local_part(tensors[name]) for name in sorted(self._mine)}
-            copies = self._staging.capture(parts, at_once=buffer_names(self.module))
+            mine = {name: local_part(tensors[name]) for name in sorted(self._mine)}
+            copies = self._staging.capture(mine, at_once=buffer_names(self.module))
             job.thread = threading.Thread(
                 target=self._write, args=(job, tensors, copies), name=f"save-{state.step}", daemon=True
             )  # a daemon: after a crash of training nobody waits for what peers may never answer

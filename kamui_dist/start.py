@@ -17,6 +17,7 @@ from kamui_dist.config import Config
 from kamui_dist.errors import UserError
 from kamui_dist.mixture import TrainingData
 from kamui_dist.model import GPT
+from kamui_dist.noise import NoiseScale
 from kamui_dist.plan import Plan
 from kamui_dist.precision import LossScaler
 from kamui_dist.resume_report import Change
@@ -145,11 +146,11 @@ def changes(cfg: Config, found: Checkpoint | None, now: dict[str, Any]) -> list[
     return changed
 
 
-def record(plan: Plan, changed: list[Change]) -> dict[str, Any]:
-    """For the record with which a start or a resume begins in metrics.jsonl."""
+def record(plan: Plan, changed: list[Change], lost: tuple[int, float]) -> dict[str, Any]:
+    """For the record with which a start or a resume begins in metrics.jsonl. lost: updates done again, their seconds."""
     return {
         "world_size": plan.world_size, "global_batch": plan.global_batch, "restarts": job.restarts(),
-        "changed": [str(change) for change in changed],
+        "changed": [str(change) for change in changed], "lost_steps": lost[0], "lost_seconds": lost[1],
     }  # fmt: skip
 
 
@@ -197,7 +198,7 @@ def _plain(name: str) -> str:
 
 def restore(
     cfg: Config, found: Checkpoint | None, weights: Checkpoint | Path | None, module: nn.Module,
-    optimizer: torch.optim.Optimizer, watch: Watch, scaler: LossScaler, changed: list[Change],
+    optimizer: torch.optim.Optimizer, watch: Watch, scaler: LossScaler, noise: NoiseScale, changed: list[Change],
 ) -> str:  # fmt: skip
     """The ways to start, in this order: resume this run; weights from checkpoint.init_from; scratch. Collective.
 
@@ -207,6 +208,8 @@ def restore(
         checkpoint.load_training(found, module, optimizer)
         watch.load(found.state["watch"])
         scaler.load(found.state["scaler"])
+        if "noise" in found.state:  # an older checkpoint has none
+            noise.load(found.state["noise"])
         saved_on = f"{found.state['strategy']}, {found.state['world_size']} process(es)"
         return "\n".join(
             [f"resume from {found.path} (step {found.step}; saved by {saved_on})", *resume_report.lines(changed)]

@@ -29,10 +29,13 @@ from kamui_dist.config import Config
 from kamui_dist.data import Loader
 from kamui_dist.errors import EXIT_DIVERGED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from kamui_dist.findings import gravest
+from kamui_dist.hparams import settings
 from kamui_dist.metrics import Metrics, mfu, peak_flops, peak_memory_gib
 from kamui_dist.monitor import Monitor
 from kamui_dist.plan import make_plan
 from kamui_dist.profiler import Profiler
+from kamui_dist.report import summary
+from kamui_dist.samples import Sampler
 from kamui_dist.saver import Saver
 from kamui_dist.signals import BY_HAND, REASONS, StopRequest
 from kamui_dist.state import State
@@ -81,13 +84,20 @@ def train(cfg: Config, stop: StopRequest) -> int:
     optimizer = optim.build(module, cfg.optim)
     scaler = precision.LossScaler(enabled=cfg.run.precision == "fp16")
     watch = Watch(cfg.watch, start.watch_facts(cfg, plan, fresh=weights is None))
-    origin = start.restore(cfg, found, weights, module, optimizer, watch, scaler, changed)
+    clock = Stopwatch(device)
+    monitor = Monitor(model, cfg, plan, device, clock)
+    origin = start.restore(cfg, found, weights, module, optimizer, watch, scaler, monitor.noise, changed)
     peak = peak_flops(device, cfg.run.precision, cfg.log.peak_flops)
     by_source = sources.BySource(train_data, module, device)
+    sampler = Sampler(cfg, module, train_data.tokenizer, [*val_sets.values(), *train_data.streams][0], device)
     rundir.describe(run_dir, cfg, device, train_data.fingerprint, train_data.tokenizer)
-    metrics = Metrics(run_dir, rank == 0, cfg.log.every, plan.steps, cfg.log.tensorboard, resumed=state.step)
+    metrics = Metrics(
+        run_dir, rank == 0, cfg.log.every, plan.steps, cfg.log.tensorboard, state.step, settings(cfg, plan)
+    )
     metrics.say(banner.text(cfg, plan, counts, train_data, val_sets, by_source.losses, device, origin, run_dir))
-    metrics.write("start" if found is None else "resume", **state.position(), **start.record(plan, changed))
+    metrics.write(
+        "start" if found is None else "resume", **state.position(), **start.record(plan, changed, metrics.lost)
+    )
     metrics.text("config", banner.config_text(cfg))
     rundir.write_status(run_dir, "running", state.step)
     loader = Loader(
@@ -96,15 +106,14 @@ def train(cfg: Config, stop: StopRequest) -> int:
         first_sample=0 if cfg.train.overfit_one_batch else state.samples, limit=plan.total_samples,
         document_mask=cfg.data.document_mask, gaps=gaps,
     )  # fmt: skip
-    saver = Saver(run_dir, cfg, plan, module, optimizer, watch, scaler, metrics, facts)
+    saver = Saver(run_dir, cfg, plan, module, optimizer, watch, scaler, monitor.noise, metrics, facts)
     pace = start.pace(cfg, run_dir, bool(val_sets), counts.parameters, saved=lambda: saver.seconds)
-    profiler, clock = Profiler(cfg.log, run_dir, device, rank == 0, metrics.say), Stopwatch(device)
-    monitor = Monitor(model, cfg, plan, device, clock)
+    profiler = Profiler(cfg.log, run_dir, device, rank == 0, metrics.say)
     incidents = Incidents(run_dir, cfg, plan, module, train_data, device)
     micro_batches, outcome, reason, action, evidence, step_seconds = None, "finished", "", "", None, 0.0
 
     rate = start.learning_rate(cfg, plan, state.rollbacks)
-    validator = Validator(cfg, plan, val_sets, module, device, watch, metrics, stop, pace)
+    validator = Validator(cfg, plan, val_sets, module, device, watch, metrics, stop, pace, sampler)
 
     asked = distributed.agreed_max(stop.poll(pace.save), device)  # while all this was made ready
     stop.stop_file = run_dir / "STOP" if rank == 0 else None
@@ -238,9 +247,10 @@ def train(cfg: Config, stop: StopRequest) -> int:
         reason = f"watch: {why_not}"
     code = {"stopped": EXIT_STOPPED, "failed": EXIT_DIVERGED}.get(outcome, EXIT_FINISHED)
     metrics.write("end", step=state.step, tokens=state.tokens, outcome=outcome, reason=reason)
-    metrics.say(banner.farewell(outcome, reason, state, run_dir))
     metrics.close()
     rundir.close(run_dir, outcome, state.step, reason, code, requeue=outcome == "stopped" and reason not in BY_HAND)
+    if rank == 0:
+        print(summary.closing(run_dir), banner.farewell(outcome, reason, state, run_dir, evidence), sep="\n", flush=True)
     distributed.stop()
     return code
 

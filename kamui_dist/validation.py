@@ -14,6 +14,7 @@ from kamui_dist.evaluate import Validation, evaluate
 from kamui_dist.findings import Finding
 from kamui_dist.metrics import Metrics
 from kamui_dist.plan import Plan
+from kamui_dist.samples import Sampler
 from kamui_dist.signals import Pace, StopRequest
 from kamui_dist.state import State
 from kamui_dist.stream import TokenStream
@@ -52,10 +53,10 @@ class Validator:
 
     def __init__(
         self, cfg: Config, plan: Plan, sets: dict[str, TokenStream], module: nn.Module, device: torch.device, watch: Watch,
-        metrics: Metrics, stop: StopRequest, pace: Pace,
+        metrics: Metrics, stop: StopRequest, pace: Pace, sampler: Sampler,
     ) -> None:  # fmt: skip
         self.cfg, self.sets, self.module, self.device, self.watch = cfg, sets, module, device, watch
-        self.metrics, self.stop, self.pace = metrics, stop, pace
+        self.metrics, self.stop, self.pace, self.sampler = metrics, stop, pace, sampler
         self.limit = cfg.eval.batches * plan.global_batch if cfg.eval.batches else None
 
     def due(self, step: int, last: bool) -> bool:
@@ -74,9 +75,11 @@ class Validator:
         state.evaluation_due = bool(asked)
         if asked:
             return False, asked, []
-        self.pace.evaluation(sum(result.seconds for result in results))
+        text = self.sampler.write(state.step)
+        self.pace.evaluation(sum(result.seconds for result in results) + self.sampler.seconds)
         improved = state.judge(results[0].loss, self.cfg.eval.min_improvement)
         self.metrics.evaluations(state, results, improved)
+        self.metrics.sample(state.step, self.sampler.prompt, text)
         found = self.watch.validated(state.step, results[0].loss)
         self.metrics.findings(found)
         return improved, 0, found

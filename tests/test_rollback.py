@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kamui_dist import checkpoint, cli, distributed, rollback
+from kamui_dist import checkpoint, cli, distributed, retention, rollback
 from kamui_dist.batches import positions_of
 from kamui_dist.data import TokenDataset, global_batch
 from kamui_dist.errors import UserError
@@ -156,6 +156,15 @@ def test_later_checkpoints_are_set_aside_and_come_back_for_nobody(tmp_path: Path
     assert tiny.steps_saved(tmp_path / "a") == [4, 8, 16, 20, 24]
 
 
+def test_retention_keeps_what_a_rollback_needs(tmp_path: Path, data: Path) -> None:
+    """With the newest checkpoint only and a save in every step, one from before the trouble is still there."""
+    changes = {"checkpoint__every": 1, "checkpoint__keep": 1, "watch__divergence_steps": 3}
+    assert tiny.run(config(tmp_path / "a", data, **changes)) == 0
+    [entry] = json.loads((tmp_path / "a" / "rollbacks.json").read_text())
+    assert 4 <= entry["step"] <= 13
+    assert len(tiny.steps_saved(tmp_path / "a")) <= 3
+
+
 def test_what_cannot_be_rolled_back_stops(tmp_path: Path, data: Path) -> None:
     none = config(tmp_path / "none", data, checkpoint__every=1000)
     assert tiny.run(none) == 70
@@ -205,7 +214,7 @@ def test_a_run_that_diverges_is_rescued(tmp_path: Path) -> None:
     """Real text, in which the windows of updates 120 to 164 are random bytes: the loss diverges, the run goes back, and ends
     within 2 % of the validation loss of the run on the text as it was."""
     clean = failing.config("healthy", tmp_path / "clean")
-    run = {"train__steps": 300, "eval__every": 100, "checkpoint__every": 50}
+    run = {"train__steps": 300, "eval__every": 100, "checkpoint__every": 50, "optim__lr": 3e-3}
     healthy = _changed(clean, tmp_path / "healthy", clean.data.path, run)
     assert tiny.run(healthy) == 0
     good = TokenDataset(Path(str(clean.data.path)))
@@ -295,9 +304,10 @@ def test_which_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_checkpoint_that_a_rollback_would_want_is_kept() -> None:
     cfg = Watch(on_divergence="rollback", rollback_steps=100, divergence_steps=50)
-    assert rollback.protected(cfg, [100, 200, 300, 400], 400) == {200}
-    assert rollback.protected(cfg, [300, 400], 400) == {400}
-    assert rollback.protected(Watch(), [100, 200, 300, 400], 400) == set()
+    assert retention.wanted_by_rollback(cfg, [100, 200, 300, 400]) == {200, 300}
+    assert retention.wanted_by_rollback(cfg, [300, 400]) == {300, 400}
+    assert retention.wanted_by_rollback(cfg, []) == set()
+    assert retention.wanted_by_rollback(Watch(), [100, 200, 300, 400]) == set()
 
 
 @pytest.mark.parametrize("text", ["{", "{}x", '[{"gap": [3, 2]}]', '[{"gap": 1}]', "[1]", '{"a": 1}'])

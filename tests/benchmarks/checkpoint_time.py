@@ -28,6 +28,7 @@ from torch import nn
 from kamui_dist import distributed, knobs, parallel
 from kamui_dist.config import Config
 from kamui_dist.metrics import Metrics
+from kamui_dist.noise import NoiseScale
 from kamui_dist.plan import make_plan
 from kamui_dist.precision import LossScaler
 from kamui_dist.saver import Saver
@@ -70,7 +71,16 @@ def build(run_dir: Path, megabytes: float, strategy: str) -> tuple[Any, nn.Modul
             optimizer.step()
             optimizer.zero_grad()
         savers[mode] = Saver(
-            run_dir / mode, cfg, plan, module, optimizer, Watch(knobs.Watch(), Facts()), LossScaler(enabled=False), metrics, {}
+            run_dir / mode,
+            cfg,
+            plan,
+            module,
+            optimizer,
+            Watch(knobs.Watch(), Facts()),
+            LossScaler(enabled=False),
+            NoiseScale(),
+            metrics,
+            {},
         )
         (run_dir / mode / "checkpoints").mkdir(parents=True, exist_ok=True)
     return metrics, module, savers, State()
