@@ -131,10 +131,11 @@ def newest(directory: Path) -> Checkpoint | None:
         _on_main(set_aside, path, damage, steps[-1][0] if steps else None)
     quarantine = directory.absolute() / "quarantine"
     if _on_main(lambda: sorted(quarantine.glob("step-*"))):
-        raise UserError(
+        refused = UserError(
             f"{quarantine.parent}: there are checkpoints but none is intact, refusing to start from zero; "
             f"see {quarantine}/*/reason.txt, then put a good copy back, or remove that directory to start over"
         )
+        distributed.raise_together(refused)
     return None
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from kamui_dist import __version__, config, distributed, retention, signals, status, watchdog
+from kamui_dist import __version__, config, distributed, evidence, incident, retention, signals, status, watchdog
 from kamui_dist.config import Config
 from kamui_dist.errors import EXIT_FINISHED, EXIT_HUNG, EXIT_STOPPED, UserError
 from kamui_dist.files import FULL, write_json, write_text
@@ -117,26 +117,29 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
 
 
-def describe(path: Path, cfg: Config, device: torch.device, fingerprint: str, tokenizer: str | None) -> None:
+def describe(
+    path: Path, cfg: Config, device: torch.device, fingerprint: str, tokenizer: str | None, parameters: int
+) -> None:
     """config.toml, provenance.json and a copy of the tokenizer: what is needed to repeat and to use the run. Collective.
     Raises UserError on every rank if there is no room for them."""
     devices = distributed.gather_objects(_device_name(device))
     with distributed.together():
         if distributed.is_main():
             try:
-                _describe(path, cfg, device, fingerprint, tokenizer, devices)
+                _describe(path, cfg, device, fingerprint, tokenizer, devices, parameters)
             except OSError as error:
                 raise UserError(_no_access(path, "written", error)) from None
 
 
 def _describe(
-    path: Path, cfg: Config, device: torch.device, fingerprint: str, tokenizer: str | None, devices: list[str]
-) -> None:
+    path: Path, cfg: Config, device: torch.device, fingerprint: str, tokenizer: str | None, devices: list[str],
+    parameters: int,
+) -> None:  # fmt: skip
     write_text(path / "config.toml", config.to_toml(cfg))
     write_json(path / "provenance.json", {
         **_versions(device), "command": [sys.executable, *sys.orig_argv[1:]], "cwd": str(Path.cwd()),
         "host": platform.node(), "world_size": distributed.world_size(), "devices": devices,
-        "data_fingerprint": fingerprint, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "parameters": parameters, "data_fingerprint": fingerprint, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     })  # fmt: skip
     if tokenizer is not None and Path(tokenizer).is_file():  # else "bytes", or data that do not say
         shutil.copyfile(tokenizer, path / "tokenizer.json")
@@ -175,8 +178,15 @@ def tell_failure(cfg: Config, error: Exception) -> None:
     """What is no user's mistake, on stderr and in status.json, with where the ranks were."""
     failed = f"rank {os.environ.get('RANK', '0')} failed"
     print(f"{failed}: {type(error).__name__}: {error}{_where_ranks_were(cfg)}", file=sys.stderr, flush=True)
-    error.add_note(failed)  # torchrun's summary, the last thing on stderr, ends with it
+    for line in evidence.advice(cfg) if incident.is_out_of_memory(error) else []:
+        print(f"  {line}", file=sys.stderr, flush=True)
     record_failure(cfg, error, 1)
+    told = incident.crash(Path(cfg.run.dir or ""), error, cfg) if _ours else None
+    if told:
+        print(f"incident: {told}", file=sys.stderr, flush=True)
+    error.add_note(
+        failed + (f"; see {told}" if told else "")
+    )  # torchrun's summary, the last thing on stderr, ends with it
 
 
 def record_failure(cfg: Config, error: BaseException, exit_code: int) -> None:
@@ -222,6 +232,9 @@ def ended_early(path: Path, outcome: str, reason: str, exit_code: int, requeue: 
 def hung(path: Path, text: str) -> None:
     """In the watchdog: as `ended_early`."""
     ended_early(path, "failed", text, EXIT_HUNG, requeue=True)
+    told, rank = incident.hang(path, text), os.environ.get("RANK", "0")
+    if told and (rank == "0" or text.startswith(f"rank {rank} ")):
+        print(f"incident: {told}", file=sys.stderr, flush=True)
 
 
 def _where_ranks_were(cfg: Config) -> str:

@@ -73,6 +73,7 @@ class Saver:
         self.run_dir, self.cfg, self.plan, self.metrics, self.facts = run_dir, cfg, plan, metrics, facts
         self.directory = run_dir / "checkpoints"
         self.module, self.optimizer, self.watch, self.scaler, self.noise = module, optimizer, watch, scaler, noise
+        self.condemned: Finding | None = None  # why the run must stop
         self._job: _Job | None = None  # in flight
         self._staging = Staging()
         self._mine: set[str] = set()  # names of what this rank writes, of tensors with this signature
@@ -112,7 +113,10 @@ class Saver:
         finding = self._examine(state.step, tensors, final)
         if finding is not None:
             self.metrics.findings([finding])
-            return f"checkpoint: {finding.kind}" if finding.action == "stop" else ""
+            if finding.action == "stop":
+                self.condemned = finding
+                return f"checkpoint: {finding.kind}"
+            return ""
         parts = {"watch": self.watch.state(), "scaler": self.scaler.state(), "noise": self.noise.to_dict()}
         body = {"state": state.to_dict(), **parts, **self.facts}
         job = self._job = _Job(replace(state), body, began, self._check_seconds)

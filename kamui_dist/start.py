@@ -60,11 +60,11 @@ def find_checkpoint(cfg: Config, run_dir: Path, data: TrainingData) -> Checkpoin
     found = checkpoint.newest(run_dir / "checkpoints")
     if found is None:
         published = [r for r in metrics.read_records(run_dir / "metrics.jsonl") if r["kind"] == "checkpoint"]
-        if published:
-            raise UserError(
-                f"run.dir: {run_dir} has trained to step {published[-1]['step']}, but its checkpoints directory is empty; bring "
-                "the checkpoints back, or choose another run.dir to start from zero"
-            )
+        gone = UserError(
+            f"run.dir: {run_dir} has trained to step {published[-1]['step']}, but its checkpoints directory is empty; bring "
+            "the checkpoints back, or choose another run.dir to start from zero"
+        ) if published else None  # fmt: skip
+        distributed.raise_together(gone)
         return None
     saved = found.state["config"]["model"]
     now = cfg.model.model_dump()
@@ -86,8 +86,7 @@ def find_checkpoint(cfg: Config, run_dir: Path, data: TrainingData) -> Checkpoin
             f" (fingerprint {data.fingerprint[:12]} against {found.state['data_fingerprint'][:12]}){what}; bring them back, or set"
             " data.allow_change=true to go on with these"
         )
-    if faults:
-        raise UserError("\n".join(faults))
+    distributed.raise_together(UserError("\n".join(faults)) if faults else None)
     return found
 
 

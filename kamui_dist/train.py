@@ -90,7 +90,7 @@ def train(cfg: Config, stop: StopRequest) -> int:
     peak = peak_flops(device, cfg.run.precision, cfg.log.peak_flops)
     by_source = sources.BySource(train_data, module, device)
     sampler = Sampler(cfg, module, train_data.tokenizer, [*val_sets.values(), *train_data.streams][0], device)
-    rundir.describe(run_dir, cfg, device, train_data.fingerprint, train_data.tokenizer)
+    rundir.describe(run_dir, cfg, device, train_data.fingerprint, train_data.tokenizer, counts.parameters)
     metrics = Metrics(
         run_dir, rank == 0, cfg.log.every, plan.steps, cfg.log.tensorboard, state.step, settings(cfg, plan)
     )
@@ -227,11 +227,13 @@ def train(cfg: Config, stop: StopRequest) -> int:
         saving = last or bool(reason) or saver.due(state, improved, updates)
         if saving and (fault := saver.save(state, final=last or bool(reason))):
             outcome, reason = "failed", fault
-        # Long only in the first step and in those after a save, for which rank 0 may be late from deleting older ones.
+        # Long only in the first step and in those after a save, which ranks leave at different moments.
         distributed.set_timeout(cfg.run.timeout_minutes if saving else 1.5 * cfg.run.hang_minutes)
         if reason:
             break
 
+    if saver.condemned and micro_batches:
+        evidence = incidents.write([saver.condemned], False, state, micro_batches, seen, gaps)
     saver.wait()
     loader.close()
     profiler.close()
@@ -265,7 +267,7 @@ def main() -> int:
     except UserError as error:
         command_line.tell(error)
         rundir.record_failure(cfg, error, EXIT_USER_ERROR)
-        return EXIT_USER_ERROR
+        return command_line.for_launcher(EXIT_USER_ERROR, agreed=error.agreed)
     except KeyboardInterrupt as error:
         rundir.record_failure(cfg, error, 130)
         return 130

@@ -96,7 +96,7 @@ def names(path: Path) -> set[str]:
 
 def test_the_loop_fits_a_screen_and_the_file_one_sitting() -> None:
     text = SOURCES["train"].read_text(encoding="utf-8")
-    assert len(text.splitlines()) < 280
+    assert len(text.splitlines()) < 300
     loops = [
         n for n in ast.walk(tree(SOURCES["train"])) if isinstance(n, ast.For) and getattr(n.target, "id", "") == "step"
     ]
