@@ -156,11 +156,12 @@ def train(cfg: Config, stop: StopRequest) -> int:
             loss_sum += losses.detach().sum()
             targets += (y != -100).sum()
             by_source.add(losses.detach(), y, loader.sources, i)
+        whole_norm = parallel.grad_norm(model)  # of the global batch, not yet of its mean
         clock.lap("backward")
 
         # 4. update: what all ranks must know travels in one message; from here on, all decide alike
         rows = distributed.gather_rows(
-            loss_sum, targets, parallel.grad_norm(model), stop.poll(pace.margin(state.step + 1, time.perf_counter() - began)),
+            loss_sum, targets, whole_norm, stop.poll(pace.margin(state.step + 1, time.perf_counter() - began)),
             loader.data_seconds, peak_memory_gib(device), saver.code(), memory_gib(device), clock.own_seconds, step_seconds,
             *by_source.sums(), device=device,
         )  # fmt: skip  # (ranks, 10, and 2 a source)
@@ -215,8 +216,7 @@ def train(cfg: Config, stop: StopRequest) -> int:
             findings += more
             if state.out_of_patience(cfg.eval.patience):
                 outcome, reason = "early_stopped", f"{state.evals_since_best} validations without improvement"
-        new = watch.skipped_in_a_row == 1 and not (scaler.enabled and math.isfinite(mean_loss))
-        evidence = incidents.write(findings, new, state, micro_batches, seen, gaps) or evidence
+        evidence = incidents.write(findings, watch.skipped_in_a_row, mean_loss, state, micro_batches, seen, gaps) or evidence
         if (action := gravest(findings)) in ("rollback", "stop"):
             outcome, reason = "failed", f"watch: {next(f.kind for f in findings if f.action == action)}"
             break  # without a checkpoint: the last good one is the one to go back to
@@ -233,7 +233,7 @@ def train(cfg: Config, stop: StopRequest) -> int:
             break
 
     if saver.condemned and micro_batches:
-        evidence = incidents.write([saver.condemned], False, state, micro_batches, seen, gaps)
+        evidence = incidents.write([saver.condemned], 0, mean_loss, state, micro_batches, seen, gaps)
     saver.wait()
     loader.close()
     profiler.close()

@@ -104,12 +104,14 @@ class Incidents:
         )
 
     def write(
-        self, findings: Iterable[Finding], new: bool, state: State, micro_batches: list[Batch], first_sample: int,
-        gaps: Gaps,
+        self, findings: Iterable[Finding], skipped_in_a_row: int, loss: float, state: State, micro_batches: list[Batch],
+        first_sample: int, gaps: Gaps,
     ) -> Path | None:  # fmt: skip
-        """Collective: writes an incident if one of the findings is worth it (see incident.worth for `new`). first_sample: of
-        the step. Returns its directory, on rank 0."""
-        if (finding := incident.worth(findings, new)) is None:
+        """Collective: writes an incident if one of the findings is worth it. first_sample: of the step. Returns its directory,
+        on rank 0."""
+        # fp16 looks for its scale by gradients that overflow, of losses that do not.
+        scaling = self.cfg.run.precision == "fp16" and math.isfinite(loss)
+        if (finding := incident.worth(findings, skipped_in_a_row == 1 and not scaling)) is None:
             return None
         positions = step_positions(self.cfg, self.plan, first_sample, gaps)
         return write_incident(

@@ -3,7 +3,7 @@
     python -m tests.failing                     what there is
     python -m tests.failing NAME OUT_DIR        trains it; OUT_DIR/run is its run directory
 
-Two more are as they should be: `healthy`, and `healthy-noisy` with a quarter of the batch.
+Three more are as they should be: `healthy`, `healthy-noisy` with a quarter of the batch, `healthy-long` of 2,000 steps.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class Run:
     change: dict[str, Any] = field(default_factory=dict)  # of the healthy config, section__key
     loader: type[Loader] = Loader
     windows: int = 6000  # of training data
+    novels: str = "emma"
     ranks: int = 1
     code: int = 0  # that training ends with
 
@@ -204,6 +205,8 @@ def here(name: str) -> str:
 RUNS = {
     "healthy": Run("nothing", None),
     "healthy-noisy": Run("nothing; batches of 4", None, change={"train__global_batch": 4, "train__micro_batch": 4}),
+    "healthy-long": Run("nothing; 2,000 steps on six novels", None, windows=60_000, novels="*", change={"train__steps": 2000,
+                        "eval__every": 200}),
     "detached": Run("the loss is detached from the weights", "not-learning",
                     change={"model__factory": here("detached")} | SHORTEST),
     "frozen": Run("all weights that matter are frozen", "not-learning", change={"model__factory": here("frozen")} | SHORT),
@@ -253,7 +256,7 @@ def config(name: str, directory: Path, ranks: int = 1) -> Config:
     """The config of a run in `directory`, for which the data are made."""
     run = RUNS[name]
     # Without its layout: of 4 short windows one with a line in _i_ _t_ _a_ _l_ _i_ _c_ _s_, or of blanks, is a real spike.
-    text = re.sub(rb"[\s_]+", b" ", (AUSTEN / "emma.txt").read_bytes())
+    text = b" ".join(re.sub(rb"[\s_]+", b" ", path.read_bytes()) for path in sorted(AUSTEN.glob(f"{run.novels}.txt")))
     train = write_text(directory / "train", text[-run.windows * LENGTH - 1 :])
     val = write_text(directory / "val", text[: 64 * LENGTH + 1])
     healthy = {

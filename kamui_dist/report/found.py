@@ -37,11 +37,13 @@ def diagnose(run: Run, cfg: knobs.Watch, facts: Facts) -> list[tuple[Finding, bo
     """In the order of steps; with each whether it was recorded by the run rather than found now.
 
     Recorded ones count where the watch cannot see them in the records: kinds of another judge (a checkpoint that failed), and
-    updates that were undone, whose records are gone.
+    updates that were undone, whose records are gone; after a rollback others have taken their place.
     """
     found = replay(run.records, cfg, facts)
     there = {r["step"] for r in run.records if r["kind"] in ("step", "eval", "detail")}
-    told = [f for f in run.found if f.kind not in WATCHED or f.step not in there]
+    seen = {(f.kind, f.step) for f in found}
+    undone = [f for f in run.found if f.action == "rollback" and (f.kind, f.step) not in seen]
+    told = [f for f in run.found if f.kind not in WATCHED or f.step not in there or f in undone]
     return sorted([*((f, False) for f in found), *((f, True) for f in told)], key=lambda pair: pair[0].step)
 
 

@@ -41,7 +41,7 @@ def one(drawn: Drawn) -> list[Figure]:
 
 
 def main(drawn: Drawn) -> Figure:
-    """Loss and gradient norm with the findings marked."""
+    """Loss and gradient norm with the findings marked, and a panel for what else these are about."""
     steps = drawn.run.of("step")
     loss = drawn.smoothed("loss", "training", 0)
     sets = sorted({str(r.get("set", "val")) for r in drawn.run.of("eval")})
@@ -64,7 +64,17 @@ def main(drawn: Drawn) -> Figure:
         ends = norm[0].x[[0, -1]]
         norm.append(Line("optim.grad_clip", ends, np.full(2, drawn.clip), "muted", "dash"))
     charts = [Chart("loss", "nats a token", loss)] + ([Chart("gradient norm", "", norm)] if norm else [])
-    return Figure("main", charts, drawn.x_title, drawn.marks(), WIDE, 220 if norm else 300)
+    charts += _of_findings(drawn)
+    return Figure("main", charts, drawn.x_title, drawn.marks(), WIDE, 220 if len(charts) > 1 else 300)
+
+
+def _of_findings(drawn: Drawn) -> list[Chart]:
+    """What findings on time and memory speak of, which neither the loss nor the norm shows."""
+    shown_by = {
+        "data-starvation": _step_time, "slow-rank": _ranks, "throughput-drop": _throughput, "memory-growth": _memory,
+    }  # fmt: skip
+    found = {row.finding.kind for row in drawn.rows}
+    return [chart for kind, charts in shown_by.items() if kind in found for chart in charts(drawn) if chart.lines]
 
 
 def _lr(drawn: Drawn) -> list[Chart]:
