@@ -216,7 +216,9 @@ def train(cfg: Config, stop: StopRequest) -> int:
             findings += more
             if state.out_of_patience(cfg.eval.patience):
                 outcome, reason = "early_stopped", f"{state.evals_since_best} validations without improvement"
-        evidence = incidents.write(findings, watch.skipped_in_a_row, mean_loss, state, micro_batches, seen, gaps) or evidence
+        evidence = (
+            incidents.write(findings, watch.skipped_in_a_row, mean_loss, state, micro_batches, seen, gaps) or evidence
+        )
         if (action := gravest(findings)) in ("rollback", "stop"):
             outcome, reason = "failed", f"watch: {next(f.kind for f in findings if f.action == action)}"
             break  # without a checkpoint: the last good one is the one to go back to
@@ -252,7 +254,9 @@ def train(cfg: Config, stop: StopRequest) -> int:
     metrics.close()
     rundir.close(run_dir, outcome, state.step, reason, code, requeue=outcome == "stopped" and reason not in BY_HAND)
     if rank == 0:
-        print(summary.closing(run_dir), banner.farewell(outcome, reason, state, run_dir, evidence), sep="\n", flush=True)
+        print(
+            summary.closing(run_dir), banner.farewell(outcome, reason, state, run_dir, evidence), sep="\n", flush=True
+        )
     distributed.stop()
     return code
 

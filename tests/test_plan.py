@@ -212,6 +212,11 @@ def test_lengths_that_do_not_fit() -> None:
             ("schedule.decay_shape", "schedule.min_lr"),
         ),
         ({"eval__patience": 3}, ("eval.patience = 3", "data.val_path")),
+        ({"eval__sample_tokens": 3}, ("eval.sample_tokens = 3", "data.val_path")),
+        ({"log__profile_steps": [0, 2]}, ("log.profile_steps = [0, 2]", "count from 1")),
+        ({"log__profile_steps": [5, 3]}, ("log.profile_steps = [5, 3]", "write [3, 5]")),
+        ({"log__profile_steps": [1, 51]}, ("log.profile_steps = [1, 51]", "51 steps", "50 at most")),
+        ({"log__profile_steps": [11], "train__steps": 10}, ("log.profile_steps = [11]", "train.steps = 10")),
     ],
 )
 def test_contradictions(overrides: dict[str, Any], parts: tuple[str, ...]) -> None:
@@ -230,5 +235,8 @@ def test_all_contradictions_at_once_and_what_is_none() -> None:
         schedule__min_lr=1.0,
     )
     assert len(found) == 4
+    assert (
+        plan(log__profile_steps=[3], train__steps=10).steps == plan(log__profile_steps=[1, 10], train__steps=10).steps
+    )
     assert plan(model__factory="a:b", model__n_heads=5).strategy == "single", "a factory reads [model] as it likes"
     assert plan(optim__lr=1e-4, schedule__min_lr=1e-3, schedule__kind="constant").steps == 10

@@ -45,7 +45,8 @@ def write_text(directory: Path, fingerprint: str = BYTES.fingerprint) -> Path:
 
 
 def configured(data: Path, **overrides: Any) -> Config:
-    return tiny.config(data.parent / "run", data, model__context_length=T, model__vocab_size=257, **overrides)
+    values = {"data__val_path": str(data), "model__context_length": T, "model__vocab_size": 257, **overrides}
+    return tiny.config(data.parent / "run", data, **values)
 
 
 def model_of(cfg: Config, world: int = 1) -> nn.Module:
