@@ -110,7 +110,7 @@ def train(cfg: Config, stop: StopRequest) -> int:
     pace = start.pace(cfg, run_dir, bool(val_sets), counts.parameters, saved=lambda: saver.seconds)
     profiler = Profiler(cfg.log, run_dir, device, rank == 0, metrics.say)
     incidents = Incidents(run_dir, cfg, plan, module, train_data, device)
-    micro_batches, outcome, reason, action, evidence, step_seconds = None, "finished", "", "", None, 0.0
+    micro_batches, outcome, reason, action, step_seconds = None, "finished", "", "", 0.0
 
     rate = start.learning_rate(cfg, plan, state.rollbacks)
     validator = Validator(cfg, plan, val_sets, module, device, watch, metrics, stop, pace, sampler)
@@ -216,9 +216,7 @@ def train(cfg: Config, stop: StopRequest) -> int:
             findings += more
             if state.out_of_patience(cfg.eval.patience):
                 outcome, reason = "early_stopped", f"{state.evals_since_best} validations without improvement"
-        evidence = (
-            incidents.write(findings, watch.skipped_in_a_row, mean_loss, state, micro_batches, seen, gaps) or evidence
-        )
+        incidents.write(findings, watch.skipped_in_a_row, mean_loss, state, micro_batches, seen, gaps)
         if (action := gravest(findings)) in ("rollback", "stop"):
             outcome, reason = "failed", f"watch: {next(f.kind for f in findings if f.action == action)}"
             break  # without a checkpoint: the last good one is the one to go back to
@@ -235,7 +233,7 @@ def train(cfg: Config, stop: StopRequest) -> int:
             break
 
     if saver.condemned and micro_batches:
-        evidence = incidents.write([saver.condemned], 0, mean_loss, state, micro_batches, seen, gaps)
+        incidents.write([saver.condemned], 0, mean_loss, state, micro_batches, seen, gaps)
     saver.wait()
     loader.close()
     profiler.close()
@@ -254,9 +252,8 @@ def train(cfg: Config, stop: StopRequest) -> int:
     metrics.close()
     rundir.close(run_dir, outcome, state.step, reason, code, requeue=outcome == "stopped" and reason not in BY_HAND)
     if rank == 0:
-        print(
-            summary.closing(run_dir), banner.farewell(outcome, reason, state, run_dir, evidence), sep="\n", flush=True
-        )
+        last_line = banner.farewell(outcome, reason, state, run_dir, incidents.last)
+        print(summary.closing(run_dir), last_line, sep="\n", flush=True)
     distributed.stop()
     return code
 

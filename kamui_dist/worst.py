@@ -106,17 +106,17 @@ class Incidents:
     def write(
         self, findings: Iterable[Finding], skipped_in_a_row: int, loss: float, state: State, micro_batches: list[Batch],
         first_sample: int, gaps: Gaps,
-    ) -> Path | None:  # fmt: skip
-        """Collective: writes an incident if one of the findings is worth it. first_sample: of the step. Returns its directory,
-        on rank 0."""
+    ) -> None:  # fmt: skip
+        """Collective: writes an incident if one of the findings is worth it. first_sample: of the step."""
         # fp16 looks for its scale by gradients that overflow, of losses that do not.
         scaling = self.cfg.run.precision == "fp16" and math.isfinite(loss)
         if (finding := incident.worth(findings, skipped_in_a_row == 1 and not scaling)) is None:
-            return None
+            return
         positions = step_positions(self.cfg, self.plan, first_sample, gaps)
-        return write_incident(
+        path = write_incident(
             self.run_dir, finding, state, self.module, micro_batches, positions, self.data, self.cfg, self.device
         )
+        self.last = path or self.last
 
 
 def write_incident(
