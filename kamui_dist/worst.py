@@ -94,14 +94,9 @@ class Incidents:
     def __init__(
         self, run_dir: Path, cfg: Config, plan: Plan, module: nn.Module, data: TrainingData, device: torch.device
     ) -> None:
-        self.run_dir, self.cfg, self.plan, self.module, self.data, self.device = (
-            run_dir,
-            cfg,
-            plan,
-            module,
-            data,
-            device,
-        )
+        self.run_dir, self.cfg, self.plan = run_dir, cfg, plan
+        self.module, self.data, self.device = module, data, device
+        self.last: Path | None = None  # that was written, on rank 0
 
     def write(
         self, findings: Iterable[Finding], skipped_in_a_row: int, loss: float, state: State, micro_batches: list[Batch],
