@@ -68,7 +68,10 @@ def report(run_dir: Path, finding: Finding, sections: Sequence[Section]) -> str:
         f"versions  kamui_dist {__version__}, torch {getattr(torch, '__version__', 'not loaded')}, "
         f"python {platform.python_version()}, {platform.platform()}",
     ]
-    going = [on, f"What step {step} trained on: kamui-dist inspect data {run_dir.absolute()} --step {step} --text"]
+    trained = f"What step {step} trained on: kamui-dist inspect data {run_dir.absolute()} --step {step} --text"
+    if finding.action == "rollback":
+        trained = "What this step trained on: windows.json; after the rollback it is left out, and the step another one."
+    going = [on, trained]
     since = f" (since step {finding.since})" if finding.since is not None else ""
     blocks = [
         f"{finding.kind} at step {finding.step}{since}, action {finding.action}\n\n" + "\n".join(
