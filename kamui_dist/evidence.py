@@ -70,7 +70,9 @@ def report(run_dir: Path, finding: Finding, sections: Sequence[Section]) -> str:
     ]
     trained = f"What step {step} trained on: kamui-dist inspect data {run_dir.absolute()} --step {step} --text"
     if finding.action == "rollback":
-        trained = "What this step trained on: windows.json; after the rollback it is left out, and the step another one."
+        trained = (
+            "What this step trained on: windows.json; after the rollback it is left out, and the step another one."
+        )
     going = [on, trained]
     since = f" (since step {finding.since})" if finding.since is not None else ""
     blocks = [
