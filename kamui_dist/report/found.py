@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kamui_dist import knobs
-from kamui_dist.findings import ACTIONS, Finding
+from kamui_dist.findings import ACTIONS, KINDS, Finding
 from kamui_dist.report.logs import Run
 from kamui_dist.watch import Facts, replay
 
@@ -65,5 +65,10 @@ def gather(found: Sequence[tuple[Finding, bool]], run: Run) -> list[Row]:
 
 
 def gravest(rows: Sequence[Row]) -> Row | None:
-    """The first of the gravest."""
-    return max(rows, key=lambda row: ACTIONS.index(row.finding.action), default=None)
+    """The first of the gravest; of one action by the order of KINDS, in which a divergence comes before its spikes."""
+    order = {kind: -place for place, kind in enumerate(KINDS)}
+    return max(
+        rows,
+        key=lambda row: (ACTIONS.index(row.finding.action), order.get(row.finding.kind, -len(order))),
+        default=None,
+    )
