@@ -78,7 +78,7 @@ class Loader:
     before. device: where the batches go. limit: the run's total samples if it is a number of epochs, else None; later
     positions are padding. vocab_size: the model's number of ids, if it may be smaller than the data set's.
     document_mask: also say where in its window each token's document begins, and ignore targets across a border.
-    gaps: parts of the order that are left out (`batches.positions_of`).
+    gaps: parts of the order that are left out (`batches.positions_of`). repeat: the first step again and again.
 
     After `next`, `sources` says of which source each row of that step is: int64 (A, B) on the device; None if there is
     only one source. `data_seconds` is how long that `next` waited for the thread.
@@ -103,6 +103,7 @@ class Loader:
         vocab_size: int | None = None,
         document_mask: bool = False,
         gaps: batches.Gaps = (),
+        repeat: bool = False,
     ) -> None:
         whole = data if isinstance(data, TrainingData) else TrainingData([data], ["data"], [1.0], context_length)
         for stream in whole.streams if document_mask else []:
@@ -125,6 +126,8 @@ class Loader:
 
         self.sources: torch.Tensor | None = None
         self.data_seconds = 0.0
+        self._repeat = repeat
+        self._first: list[Batch] | None = None
         self._copier = _Copier(device)
         self._shared = _Shared()
         thread = threading.Thread(
@@ -146,6 +149,9 @@ class Loader:
         vocabulary.
         """
         shared = self._shared
+        if self._first is not None:
+            self.data_seconds = 0.0
+            return self._first
         start = time.perf_counter()
         with shared.changed:
             shared.changed.wait_for(lambda: shared.ready or shared.error is not None or shared.closed)
@@ -159,7 +165,9 @@ class Loader:
             shared.changed.notify_all()
         block, *labels = self._copier.receive(on_device, event)  # (A, 2 or 3, B, T)
         self.sources = labels[0] if labels else None
-        return [tuple(micro) for micro in block]
+        micro_batches: list[Batch] = [tuple(micro) for micro in block]
+        self._first = micro_batches if self._repeat else None
+        return micro_batches
 
     def close(self) -> None:
         """Ends the thread and drops what it has read. May be called again."""

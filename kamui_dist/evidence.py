@@ -53,6 +53,8 @@ def collect(run_dir: Path, cuda: bool = True) -> tuple[int, Files]:
 def report(run_dir: Path, finding: Finding, sections: Sequence[Section]) -> str:
     torch = sys.modules.get("torch")
     saved = [p for p in (run_dir / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", p.name)]
+    if finding.since is not None:  # those saved since are set aside, if there is one of before (rollback.condemn)
+        saved = [p for p in saved if int(p.name.removeprefix("step-")) < finding.since] or saved
     newest = f"the checkpoint {max(saved).name}" if saved else "the beginning: there is no checkpoint yet"
     first = "Run it again:" if finding.kind in ("crash", "hang") else "Change something first (see above), then"
     on = {

@@ -90,8 +90,9 @@ class Pruner:
 
 def wanted_by_rollback(watch: Watch, steps: list[int]) -> set[int]:
     """Of the checkpoints of `steps` the one that a rollback would go back to if a divergence were found right after the last, and
-    the one after it, which will take its place; none if nothing asks for rollbacks."""
-    if "rollback" not in watch.model_dump().values() or not steps:
+    the one after it, which will take its place; none if nothing turns a run back or stops it for what began earlier."""
+    turns_back = "rollback" in watch.model_dump().values() or "stop" in (watch.on_divergence, watch.on_spike)
+    if not (turns_back and steps):
         return set()
     begun = steps[-1] - watch.divergence_steps - watch.rollback_steps
     good = max((s for s in steps if s <= begun), default=steps[0])

@@ -107,6 +107,45 @@ def order(
     return ordered, ""
 
 
+def settle(run_dir: Path, state: State, ordered: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """Puts into `state` the rollbacks that hold: those `ordered` in the file, or those that the checkpoint knows if the file has
+    fewer; then it is written anew. Collective. Returns the gaps."""
+    if len(ordered) >= len(state.rollbacks):
+        state.rollbacks = ordered
+    else:
+        with distributed.together():
+            if distributed.is_main():
+                write_json(run_dir / "rollbacks.json", state.rollbacks)
+    return gaps(state.rollbacks)
+
+
+def lines(rollbacks: list[dict[str, Any]]) -> list[str]:
+    """For the banner: what is in force."""
+    if not rollbacks:
+        return []
+    left_out = sum(end - first for first, end in gaps(rollbacks))
+    factor = math.prod(r["lr_factor"] for r in rollbacks)
+    lr = f", and the learning rate is x {factor:g}" if factor != 1 else ""
+    last = rollbacks[-1]
+    return [
+        f"rolled back {len(rollbacks)} x, the last time from step {last['trigger_step']} to {last['step']} ({last['kind']}): "
+        f"{left_out} windows are left out{lr}"
+    ]
+
+
+def condemn(run_dir: Path, findings: list[Finding]) -> None:
+    """After a run has stopped for what had begun earlier: the checkpoints saved since are set aside, so that the same command
+    goes on from one of before. If there is none, all stay. Collective."""
+    since = min((f.since for f in findings if f.action in ("rollback", "stop") and f.since is not None), default=None)
+    with distributed.together():
+        if distributed.is_main() and since is not None:
+            steps = checkpoint.step_directories(run_dir / "checkpoints")
+            good = max((step for step, _ in steps if step < since), default=None)
+            for step, path in steps if good is not None else []:
+                if step >= since:
+                    checkpoint.set_aside(path, f"saved after the trouble of step {since} had begun", good)
+
+
 def obey(run_dir: Path) -> list[dict[str, Any]]:
     """At a start, before a checkpoint is chosen: sets aside those that a rollback has condemned. Collective. Returns the
     rollbacks of the run; [] if there were none."""
@@ -133,6 +172,10 @@ def _condemn(directory: Path, number: int, r: dict[str, Any]) -> None:
             (directory / "best.json").unlink()
 
 
+def _why(error: Exception) -> str:
+    return "it is not a list of rollbacks" if isinstance(error, KeyError | TypeError) else str(error)
+
+
 def _rollbacks_of(path: Path) -> int:
     try:
         return len(checkpoint.open_checkpoint(path).state["state"].get("rollbacks", []))
@@ -154,6 +197,6 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
                 raise ValueError(f"not a rollback: {r}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{path} cannot be used: {error}; put it right or, to forget the rollbacks, remove it"
+            f"{path} cannot be used ({_why(error)}); put it right, or remove it: then those hold that the newest checkpoint knows"
         ) from None
     return list(found)

@@ -72,7 +72,9 @@ def too_good(step: int, average: float, vocab_size: int, epoch: int) -> Sign | N
         return None
     return Sign(
         f"the training loss is {average:.3f} after {step} steps on data seen once; below {bound:.3f}, a tenth of "
-        f"ln({vocab_size}), is beyond any model so early."
+        f"ln({vocab_size}), is beyond any model so early.",
+        cause="targets that are not shifted by one, a mask that is not causal, data that repeat themselves, or a "
+        "model.factory that returns the mean of its losses, where the sum over the targets is wanted.",
     )
 
 

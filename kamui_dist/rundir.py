@@ -7,6 +7,7 @@ import contextlib
 import functools
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -162,7 +163,8 @@ def close(path: Path, outcome: str, step: int, reason: str, exit_code: int, requ
 def nothing_left(path: Path, plan: Plan, state: State) -> int:
     """For a run that is over already; returns the exit code. Not "stopped": nobody shall start it again."""
     if distributed.is_main():
-        print(f"nothing left to do: {path} is finished at step {state.step} of {plan.steps}")
+        how = "is finished" if state.step >= plan.steps else "was stopped early"
+        print(f"nothing left to do: {path} {how} at step {state.step} of {plan.steps}")
     close(
         path,
         "finished" if state.step >= plan.steps else "early_stopped",
@@ -176,17 +178,16 @@ def nothing_left(path: Path, plan: Plan, state: State) -> int:
 
 def tell_failure(cfg: Config, error: Exception) -> None:
     """What is no user's mistake, on stderr and in status.json, with where the ranks were."""
-    failed = f"rank {os.environ.get('RANK', '0')} failed"
-    print(f"{failed}: {type(error).__name__}: {error}{_where_ranks_were(cfg)}", file=sys.stderr, flush=True)
-    for line in evidence.advice(cfg) if incident.is_out_of_memory(error) else []:
-        print(f"  {line}", file=sys.stderr, flush=True)
-    record_failure(cfg, error, 1)
+    record_failure(cfg, error, 1)  # before anything is printed: there may be nobody who reads it any more
     told = incident.crash(Path(cfg.run.dir or ""), error, cfg) if _ours else None
-    if told:
-        print(f"incident: {told}", file=sys.stderr, flush=True)
-    error.add_note(
-        failed + (f"; see {told}" if told else "")
-    )  # torchrun's summary, the last thing on stderr, ends with it
+    failed = f"rank {os.environ.get('RANK', '0')} failed"
+    lines = [f"{failed}: {type(error).__name__}: {error}{_where_ranks_were(cfg)}"]
+    lines += [f"  {line}" for line in (evidence.advice(cfg) if incident.is_out_of_memory(error) else [])]
+    lines += [f"incident: {told}"] if told else []
+    with contextlib.suppress(OSError):
+        print("\n".join(lines), file=sys.stderr, flush=True)
+    # torchrun's summary, the last thing on stderr, ends with it
+    error.add_note(failed + (f"; see {told}" if told else ""))
 
 
 def record_failure(cfg: Config, error: BaseException, exit_code: int) -> None:
@@ -204,13 +205,20 @@ def record_failure(cfg: Config, error: BaseException, exit_code: int) -> None:
     if told or not path.is_dir():
         return
     outcome, requeue = "failed", not isinstance(error, UserError)
-    reason = (f"rank {rank}: " if rank else "") + (str(error) or type(error).__name__).splitlines()[0]
+    reason = (f"rank {rank}: " if rank else "") + (_in_words(error) or type(error).__name__).splitlines()[0]
     if (
         requeue and signals.start_up is not None and signals.start_up.orphan
     ):  # torchrun had the store by which ranks meet
         outcome, reason, exit_code = "stopped", "the launcher is gone", EXIT_STOPPED
     with contextlib.suppress(OSError):  # it must not hide the error that it tells
         status.write(path, outcome, status.step(path), reason, exit_code, requeue)
+
+
+def _in_words(error: BaseException) -> str:
+    """What gloo says of a rank that has gone begins with a path of its own source."""
+    text = str(error)
+    gone = isinstance(error, RuntimeError) and "pair.cc" in text and re.search("closed by peer|reset by peer", text)
+    return "another rank has gone, or its network: the connection to it broke" if gone else text
 
 
 def _leave_nothing(path: Path) -> None:

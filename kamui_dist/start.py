@@ -198,6 +198,7 @@ def _plain(name: str) -> str:
 def restore(
     cfg: Config, found: Checkpoint | None, weights: Checkpoint | Path | None, module: nn.Module,
     optimizer: torch.optim.Optimizer, watch: Watch, scaler: LossScaler, noise: NoiseScale, changed: list[Change],
+    rollbacks: list[dict[str, Any]],
 ) -> str:  # fmt: skip
     """The ways to start, in this order: resume this run; weights from checkpoint.init_from; scratch. Collective.
 
@@ -211,7 +212,11 @@ def restore(
             noise.load(found.state["noise"])
         saved_on = f"{found.state['strategy']}, {found.state['world_size']} process(es)"
         return "\n".join(
-            [f"resume from {found.path} (step {found.step}; saved by {saved_on})", *resume_report.lines(changed)]
+            [
+                f"resume from {found.path} (step {found.step}; saved by {saved_on})",
+                *rollback.lines(rollbacks),
+                *resume_report.lines(changed),
+            ]
         )
     if isinstance(weights, Checkpoint):
         checkpoint.load_weights(weights, module)

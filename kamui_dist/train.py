@@ -65,8 +65,7 @@ def train(cfg: Config, stop: StopRequest) -> int:
     rollbacks = rollback.obey(run_dir)
     found = start.find_checkpoint(cfg, run_dir, train_data)
     state = State() if found is None else State.from_dict(found.state["state"])
-    state.rollbacks = max(state.rollbacks, rollbacks, key=len)
-    gaps = rollback.gaps(state.rollbacks)
+    gaps = rollback.settle(run_dir, state, rollbacks)
     plan = make_plan(cfg, ranks, train_data.windows, done=(state.step, state.samples, state.tokens))
     if state.is_over(plan.steps, cfg.eval.patience, validates=bool(val_sets)):
         return rundir.nothing_left(run_dir, plan, state)
@@ -86,7 +85,9 @@ def train(cfg: Config, stop: StopRequest) -> int:
     watch = Watch(cfg.watch, start.watch_facts(cfg, plan, fresh=weights is None))
     clock = Stopwatch(device)
     monitor = Monitor(model, cfg, plan, device, clock)
-    origin = start.restore(cfg, found, weights, module, optimizer, watch, scaler, monitor.noise, changed)
+    origin = start.restore(
+        cfg, found, weights, module, optimizer, watch, scaler, monitor.noise, changed, state.rollbacks
+    )
     peak = peak_flops(device, cfg.run.precision, cfg.log.peak_flops)
     by_source = sources.BySource(train_data, module, device)
     sampler = Sampler(cfg, module, train_data.tokenizer, [*val_sets.values(), *train_data.streams][0], device)
@@ -104,7 +105,7 @@ def train(cfg: Config, stop: StopRequest) -> int:
         train_data, context_length=cfg.model.context_length, micro_batch=cfg.train.micro_batch, rank=rank, ranks=ranks,
         grad_accum_steps=plan.grad_accum_steps, seed=cfg.run.seed, vocab_size=cfg.model.vocab_size, device=device,
         first_sample=0 if cfg.train.overfit_one_batch else state.samples, limit=plan.total_samples,
-        document_mask=cfg.data.document_mask, gaps=gaps,
+        document_mask=cfg.data.document_mask, gaps=gaps, repeat=cfg.train.overfit_one_batch,
     )  # fmt: skip
     saver = Saver(run_dir, cfg, plan, module, optimizer, watch, scaler, monitor.noise, metrics, facts)
     pace = start.pace(cfg, run_dir, bool(val_sets), counts.parameters, saved=lambda: saver.seconds)
@@ -136,8 +137,7 @@ def train(cfg: Config, stop: StopRequest) -> int:
         began, seen = time.perf_counter(), state.samples
 
         # 1. batch: this rank's micro-batches of global batch `step`, already on the device
-        if micro_batches is None or not cfg.train.overfit_one_batch:
-            micro_batches = loader.next()  # [(inputs, targets, and documents if masked; (B, T) each)] * accumulation
+        micro_batches = loader.next()  # [(inputs, targets, and documents if masked; (B, T) each)] * accumulation
 
         # 2. forward + loss: cross-entropy summed over targets. The mean is over the targets of the whole global batch, whose
         #    number is known only when all ranks have met: until then the divisor is tokens_per_step, corrected in 4.
@@ -247,6 +247,8 @@ def train(cfg: Config, stop: StopRequest) -> int:
             watchdog.stop()
             return rollback.AGAIN
         reason = f"watch: {why_not}"
+    if outcome == "failed" and action in ("rollback", "stop"):
+        rollback.condemn(run_dir, findings)
     code = {"stopped": EXIT_STOPPED, "failed": EXIT_DIVERGED}.get(outcome, EXIT_FINISHED)
     metrics.write("end", step=state.step, tokens=state.tokens, outcome=outcome, reason=reason)
     metrics.close()

@@ -89,7 +89,11 @@ class Watch:
     def validated(self, step: int, val_loss: float) -> list[Finding]:
         """After a validation of the first set."""
         average = max(self.level.average(math.nan, 2 * FAST), self.divergence.fast())
-        return self._tell("overfitting", step, self.overfitting.judge(step, val_loss, average))
+        sign, facts = self.overfitting.judge(step, val_loss, average), self.facts
+        windows, batch = facts.windows or 0, facts.global_batch or 0
+        # Data seen for the first time are not overfitted, and a single batch (train.overfit_one_batch) is meant to be.
+        fits = windows and batch and (step * batch < windows or windows <= batch)
+        return self._tell("overfitting", step, None if fits else sign)
 
     def detailed(self, step: int, record: dict[str, Any]) -> list[Finding]:
         """After a look into the layers: `record` is that of kind "detail"."""

@@ -176,6 +176,37 @@ def test_what_cannot_be_rolled_back_stops(tmp_path: Path, data: Path) -> None:
     assert tiny.status(tmp_path / "once")["step"] == BAD
 
 
+def test_a_stop_sets_aside_what_was_saved_in_the_trouble(tmp_path: Path) -> None:
+    """The same command goes on from before it, and not from the middle."""
+    run_dir = tmp_path / "run"
+    cfg = config(run_dir, tiny.write_data(tmp_path / "data", windows=512), watch__on_spike="warn")
+    assert tiny.run(cfg) == 0
+    trouble = dataclasses.replace(finding(22, since=15), action="stop")
+    rollback.condemn(run_dir, [trouble])
+    assert tiny.steps_saved(run_dir) == [4, 8, 12]
+    reason = run_dir / "checkpoints" / "quarantine" / "step-00000016" / "reason.txt"
+    assert "saved after the trouble of step 15 had begun" in reason.read_text()
+    rollback.condemn(run_dir, [dataclasses.replace(trouble, since=2)])
+    assert tiny.steps_saved(run_dir) == [4, 8, 12], "none is of before: all stay"
+    rollback.condemn(run_dir, [dataclasses.replace(trouble, since=None)])
+    assert tiny.steps_saved(run_dir) == [4, 8, 12]
+
+
+def test_the_checkpoint_knows_it_without_the_file(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "a"
+    cfg = config(run_dir, data, watch__rollback_lr_factor=0.5)
+    assert tiny.run(cfg) == 0
+    before = (run_dir / "rollbacks.json").read_text()
+    (run_dir / "rollbacks.json").unlink()
+    capsys.readouterr()
+    longer = config(run_dir, data, watch__rollback_lr_factor=0.5, train__steps=STEPS + 2)
+    assert tiny.run(longer) == 0
+    told = "rolled back 1 x, the last time from step 15 to 12 (spike): 32 windows are left out, and the learning rate is x 0.5"
+    assert told in capsys.readouterr().out
+    assert json.loads((run_dir / "rollbacks.json").read_text()) == json.loads(before)
+    assert tiny.records(run_dir)[-1]["lr"] == 0.05
+
+
 def test_skip_leaves_out_the_update_alone(tmp_path: Path, data: Path) -> None:
     assert tiny.run(config(tmp_path / "a", data, watch__on_spike="skip")) == 0
     steps = tiny.records(tmp_path / "a")

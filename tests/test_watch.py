@@ -444,8 +444,8 @@ def test_clipping() -> None:
 # ---- overfitting
 
 
-def validate(val: list[float], train: list[float], **changes: Any) -> list[tuple[str, int]]:
-    w, found = watch(**changes), []
+def validate(val: list[float], train: list[float], windows: int = 320, **changes: Any) -> list[tuple[str, int]]:
+    w, found = watch(replace(BYTES, windows=windows), **changes), []
     for k, (v, t) in enumerate(zip(val, train, strict=True), 1):
         for step in range(20 * k - 19, 20 * k + 1):
             see(w, step + 100, t)
@@ -458,6 +458,8 @@ def test_overfitting() -> None:
     rising = [3.0, 2.8, 2.7, 2.75, 2.8, 2.85, 2.9, 3.0, 3.1, 3.2]
     assert validate(rising, train) == [("overfitting", 6)], "the third above the best, once"
     assert validate(rising, train, overfit_evals=2) == [("overfitting", 5)]
+    assert validate(rising, train, windows=100_000) == [], "data seen for the first time"
+    assert validate(rising, train, windows=16) == [], "one batch is meant to be learnt by heart"
     assert validate(rising, [2.0] * 10) == [], "the training loss does not fall"
     assert validate(rising, [2.0 + 0.1 * k for k in range(10)]) == [], "both rise: that is another trouble"
     assert validate([3.0, 2.8, 2.7] + [2.705, 2.71, 2.702] * 2 + [2.7], train) == [], "within 1 %: noise"
