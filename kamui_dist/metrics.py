@@ -154,7 +154,12 @@ class Metrics:
                 told.append(f"{result.bits_per_byte:.4f} bits a byte")
             if first:
                 values |= {"best": improved, "best_val_loss": state.best_val_loss}
-                told.append("best so far" if improved else f"best {state.best_val_loss} at step {state.best_step}")
+                best = (
+                    "no best yet"
+                    if state.best_val_loss is None
+                    else f"best {state.best_val_loss:.4f} at step {state.best_step}"
+                )
+                told.append("best so far" if improved else best)
             self.write("eval", step=state.step, tokens=state.tokens, **values, eval_seconds=result.seconds)
             self.say(" | ".join([*told, f"{result.seconds:.1f} s"]))
 

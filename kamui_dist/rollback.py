@@ -85,7 +85,7 @@ def order(
     None, and why it cannot be: then the run has to stop."""
     finding = next(f for f in findings if f.action == "rollback")
     if len(state.rollbacks) >= cfg.max_rollbacks:
-        return None, f"{finding.kind}, and {len(state.rollbacks)} rollbacks were not enough (watch.max_rollbacks)"
+        return None, f"{finding.kind}, and watch.max_rollbacks = {cfg.max_rollbacks} is used up"
     since = (finding.since or finding.step) - cfg.rollback_steps
     steps = distributed.broadcast_object([s for s, _ in checkpoint.step_directories(run_dir / "checkpoints")])
     # Before the trouble by as much as was asked for, else at least before it was seen.

@@ -192,7 +192,9 @@ def test_a_stop_sets_aside_what_was_saved_in_the_trouble(tmp_path: Path) -> None
     assert tiny.steps_saved(run_dir) == [4, 8, 12]
 
 
-def test_the_checkpoint_knows_it_without_the_file(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_checkpoint_knows_it_without_the_file(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_dir = tmp_path / "a"
     cfg = config(run_dir, data, watch__rollback_lr_factor=0.5)
     assert tiny.run(cfg) == 0

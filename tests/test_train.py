@@ -285,7 +285,9 @@ def test_one_batch_again_and_again_is_learnt_by_heart_also_after_a_resume(data, 
     assert code == 0
     assert all(windows == before[0] for windows in before)
     losses = [r["loss"] for r in tiny.records(tmp_path / "run")]
-    assert {r["data_seconds"] for r in tiny.records(tmp_path / "run", timeless=False)[1:]} == {0.0}, "nothing is read again"
+    assert {r["data_seconds"] for r in tiny.records(tmp_path / "run", timeless=False)[1:]} == {0.0}, (
+        "nothing is read again"
+    )
     assert losses[0] > 3
     assert losses[-1] < 0.1
     longer = cfg.model_copy(deep=True)
