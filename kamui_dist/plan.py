@@ -122,7 +122,7 @@ def _profile_contradictions(cfg: Config) -> Iterator[str]:
         yield f"log.profile_steps = {steps}: the last step is before the first; write [{last}, {first}]"
     elif last - first >= 50:
         yield f"log.profile_steps = {steps} are {last - first + 1} steps; 50 at most, and 3 to 5 say as much"
-    elif cfg.train.steps is not None and first > cfg.train.steps:
+    elif cfg.train.steps is not None and last > cfg.train.steps:
         yield f"log.profile_steps = {steps}: the run has only train.steps = {cfg.train.steps}"
 
 

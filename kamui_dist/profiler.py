@@ -87,7 +87,8 @@ class Profiler:
     def _finish(self) -> None:
         assert self._profile is not None
         profile, name = self._profile, f"steps-{self.first}-{self.last}"
-        steps, self._profile = self.last - self.first + 1, None
+        first, asked, newest = self.first, self.last, self._profile.step_num  # a run may end before the last one
+        steps, self._profile = newest - first + 1, None
         self.first, self.last = 0, 0
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the kernels of the last step belong to it
@@ -95,7 +96,9 @@ class Profiler:
         assert profile.profiler is not None
         results = profile.profiler.kineto_results
         events = [] if results is None else results.events()
-        self.say(f"profile of {name.replace('-', ' ', 1)}, rank 0, {table(events, steps)}")
+        missing = "" if newest == asked else f" ({first} to {asked} were asked for, the run ended before)"
+        told = f"step {first}" if steps == 1 else f"steps {first} to {newest}"
+        self.say(f"profile of {told}{missing}, rank 0, {table(events, steps)}")
         aside, target = self.run_dir / "profile" / f".{name}.tmp", self.run_dir / "profile" / name
         try:
             for old in (aside, target):

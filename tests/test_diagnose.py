@@ -271,6 +271,40 @@ def test_the_watch_runs_over_a_foreign_log(tmp_path: Path, capsys: pytest.Captur
     assert "training" in (tmp_path / "x.html").read_text()
 
 
+@pytest.mark.parametrize(
+    ("text", "patterns", "note"),
+    [
+        ("step,loss\n1,5\n\n2,x\n3,3\ny,2\n", (), "2 of 4 lines were not read (the first: line 4)"),
+        ('{"step":1,"loss":5}\n{"step":2,"lo\n[1]\n{"step":3,"loss":3}\n', (), "2 of 4 lines were not read (the first: line 2)"),
+        ('[{"step":1,"loss":5},7,{"step":2,"loss":4}]', (), "1 of 3 entries was not read (the first: entry 2)"),
+        ("hello\nit 1\nloss 5\n\nit 2\nloss ?\n", (r"it (?P<step>\d+)", r"loss (?P<loss>\S+)"),
+         "2 of 5 lines were not read (the first: line 1)"),
+        ('{"step":1,"loss":5}\n"' + "x" * (2 << 20) + '"\n', (), "1 of 2 lines was not read (the first: line 2)"),
+        ("step,loss,lr\n1,5,\n1,,0.1\n", (), None),  # sparse
+        ('{"step":1,"loss":5}\n{"step":1,"system":{"gpu":3}}\n{"step":2,"loss":NaN}\n', (), None),
+    ],
+    ids=["csv", "jsonl", "document", "console", "too long", "sparse", "of something else"],
+)  # fmt: skip
+def test_what_is_not_read_is_told(tmp_path: Path, text: str, patterns: tuple[str, ...], note: str | None) -> None:
+    notes = [n for n in read(tmp_path, "x.log", text, None, *patterns).notes if "not read" in n]
+    assert notes == ([note] if note else [])
+
+
+def test_the_watch_does_not_say_what_another_trainer_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """But of a run of ours it does: the words that are exchanged are those of the watch."""
+    log = tmp_path / "x.csv"
+    log.write_text("step,loss\n1,5\n2,nan\n3,nan\n")
+    messages = [f["message"] for f in told(capsys, log)["findings"] if f["kind"] == "non-finite"]
+    assert messages == [
+        "loss nan: our watch would have skipped it.",
+        "loss nan: our watch would have skipped it, 2 in a row.",
+    ]
+    ours = made_runs.write(
+        tmp_path / "run", [*made_runs.records()[:3], made_runs.step(3, 2e3, loss=None, skipped=True)]
+    )
+    assert found.SKIPPED in str(told(capsys, ours)["findings"])
+
+
 @pytest.mark.parametrize("ours", names.NAMES)
 def test_common_names_are_known(ours: str) -> None:
     for theirs in names.NAMES[ours]:
@@ -299,6 +333,8 @@ def test_common_names_are_known(ours: str) -> None:
         ("iter 1 loss 2\n", ("--pattern", r"los: (?P<loss>\S+)"), "no line matches the pattern"),
         ('{"log_history": 3}', (), "no line matches"),
         ('[{"loss": 1},\n', (), "is not JSON"),
+        ("[2026-01-01] it 1 loss 2\n", (), "if it is console lines, give a --pattern"),
+        ("PK\x03\x04\x00\x00loss\n", (), "log is a binary file"),
         ("step,loss\n1," + "2" * 200_000 + "\n", (), "field larger than field limit"),
         ("step,loss\n1,2\n", ("watch.spike_y=3",), "unknown key watch.spike_y; did you mean watch.spike_z?"),
         ("step,loss\n1,2\n", ("watch.window=0",), "watch.window = 0"),

@@ -217,6 +217,7 @@ def test_lengths_that_do_not_fit() -> None:
         ({"log__profile_steps": [5, 3]}, ("log.profile_steps = [5, 3]", "write [3, 5]")),
         ({"log__profile_steps": [1, 51]}, ("log.profile_steps = [1, 51]", "51 steps", "50 at most")),
         ({"log__profile_steps": [11], "train__steps": 10}, ("log.profile_steps = [11]", "train.steps = 10")),
+        ({"log__profile_steps": [9, 11], "train__steps": 10}, ("log.profile_steps = [9, 11]", "train.steps = 10")),
     ],
 )
 def test_contradictions(overrides: dict[str, Any], parts: tuple[str, ...]) -> None:

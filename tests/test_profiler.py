@@ -74,6 +74,11 @@ def test_the_trace_holds_the_steps_that_were_asked_for(tmp_path, steps, ran, rec
         assert traces == [tmp_path / "profile" / name / "rank-0.pt.trace.json.gz"]
         assert [p.name for p in (tmp_path / "profile").iterdir()] == [name], "what was made aside is left"
         assert str(traces[0]) in said[-1]
+        first, last = recorded[0], recorded[-1]
+        title = f"profile of step {first}" if first == last else f"profile of steps {first} to {last}"
+        asked = "" if last == steps[-1] else f" ({first} to {steps[-1]} were asked for, the run ended before)"
+        assert said[0].startswith(f"{title}{asked}, rank 0, by time on the CPU")
+        assert rows(said[0])["aten::mm"][2] == "3", "a step, of the steps that were recorded"
     else:
         assert not (tmp_path / "profile").exists()
         assert len(said) == (1 if steps else 0), said

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import math
+import os
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
@@ -324,10 +325,84 @@ def test_what_to_do_next(tmp_path: Path, last: Any, status: dict[str, str], told
     """The record of the end counts before status.json, which is written last."""
     made = made_runs.records()[:-1] + ([{**last, "step": 200, "time": 9000.0}] if last else [])
     path = made_runs.write(tmp_path / "run", made)
+    (path / "checkpoints" / "step-00000200").mkdir(parents=True)
     (path / "status.json").write_text(json.dumps(status))
     text = summary.text(path)
     assert told in text.splitlines()[0]
     assert text.splitlines()[-1].startswith(f"next        {then}")
+
+
+def test_a_run_that_crashed_names_its_newest_incident(tmp_path: Path) -> None:
+    made = [r for r in made_runs.records(steps=20) if r["kind"] in ("start", "step")]
+    path = made_runs.write(tmp_path / "run", made)
+    (path / "status.json").write_text(json.dumps({"outcome": "failed", "reason": "boom", "step": 20}))
+    assert "\nfindings    none\n" in summary.text(path)
+    for age, name in ((0, "step-00000009-hang"), (100, "step-00000020-crash"), (50, "step-00000015-spike")):
+        (path / "incidents" / name).mkdir(parents=True)
+        (path / "incidents" / name / "report.txt").write_text(
+            f"{name[14:]} at step {int(name[5:13])}, action stop\n\nmore\n"
+        )
+        os.utime(path / "incidents" / name, (1e9 + age, 1e9 + age))
+    told = summary.text(path).splitlines()
+    assert "findings    none by the watch; see the incident" in told
+    assert f"incident    {path}/incidents/step-00000020-crash: crash at step 20, action stop" in told
+    assert told[-1] == "next        the same command again: it begins again, there is no checkpoint yet"
+    (path / "incidents" / "step-00000020-crash" / "report.txt").unlink()
+    assert f"incident    {path}/incidents/step-00000020-crash" in summary.text(path).splitlines()
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "checkpoint", "step": 20, "time": 1040.0}\n')
+    assert "its checkpoints are gone: bring them back" in summary.text(path), "the trainer refuses to begin again"
+
+
+def test_the_log_of_another_trainer_is_judged_as_diagnose_does(tmp_path: Path) -> None:
+    rows = [made_runs.step(n, 0.0) for n in range(1, 301)]
+    rows[249] |= {"loss": 40.0, "grad_norm_pre_clip": 50.0}
+    rows[299] |= {"loss": math.nan, "grad_norm_pre_clip": math.nan}
+    log = tmp_path / "metrics.csv"
+    lines = [f"{r['step']},{r['loss']},{r['grad_norm_pre_clip']}" for r in rows]
+    log.write_text("\n".join(["step,loss,norm", *lines[:3], "x,y,z", *lines[3:]]) + "\n")
+    told = summary.text(log)
+    assert "spike: step 250 (warn)" in told
+    assert "non-finite: step 300 (skip)" in told
+    assert "our watch would have skipped it" in told
+    assert "note        1 of 301 lines was not read (the first: line 5)" in told
+    assert "not finite  the gradient norm of 1 update (step 300)" in told
+    assert "skipped on all ranks" not in told
+    for word in ("incident", "next  "):
+        assert word not in told
+
+
+def test_the_best_validation_is_the_one_that_the_run_names(tmp_path: Path) -> None:
+    """With eval.min_improvement a lower loss need not be the best; without the field it is."""
+    losses = [(50, 4.0, True), (100, 3.5, True), (150, 3.49, False), (200, 3.6, False)]
+    made: list[Any] = [r for r in made_runs.records() if r["kind"] in ("start", "step")]
+    evals = [{"kind": "eval", "step": s, "set": "val", "val_loss": v, "best": b, "time": 1e4} for s, v, b in losses]
+    other = {"kind": "eval", "step": 200, "set": "code", "val_loss": 1.0, "time": 1e4}
+    path = made_runs.write(tmp_path / "run", [*made, *evals, other])
+    assert "validation  val: 3.5000 best at step 100, 3.6000 last" in summary.text(path)
+    assert dict(page.facts(logs.read_run(path), None))["validation, best"] == "3.5000"
+    bare = [{k: v for k, v in r.items() if k != "best"} for r in evals]
+    assert "3.4900 best at step 150" in summary.text(made_runs.write(tmp_path / "bare", [*made, *bare]))
+
+
+def test_the_last_loss_and_what_was_skipped(tmp_path: Path) -> None:
+    def told(name: str, bad: list[int]) -> str:
+        made = [r for r in made_runs.records(20, None) if r["kind"] in ("start", "step")]
+        made = [{**r, "loss": None, "skipped": True} if r["kind"] == "step" and r["step"] in bad else r for r in made]
+        path = made_runs.write(tmp_path / name, made)
+        run = logs.read_run(path)
+        assert ("loss, last finite" in dict(page.facts(run, None))) == (20 in bad)
+        return summary.text(path)
+
+    assert " last, " in told("none", [])
+    assert "last finite" not in told("within", [9, 10])
+    one, three = told("one", [20]), told("three", [18, 19, 20])
+    assert f"{made_runs.step(19, 0.0)['loss']:.4f} last finite (1 after it was not finite), " in one
+    assert f"{made_runs.step(17, 0.0)['loss']:.4f} last finite (3 after it were not finite), " in three
+    assert "skipped     1 update (step 20)" in one
+    assert "skipped     3 updates (steps 18 to 20)" in three
+    twice = [Finding("spike", 86, "m.", "c.", "a.", "warn")] * 2
+    assert summary._findings(twice)[0] == ("findings", "spike: 2 times, step 86 (warn)")
 
 
 def test_many_kinds_of_findings_are_a_few_lines_and_the_gravest_is_told() -> None:

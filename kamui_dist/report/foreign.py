@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from kamui_dist.errors import UserError
-from kamui_dist.report.lines import lines
+from kamui_dist.report.lines import is_binary, lines
 from kamui_dist.report.names import FIELDS, NAMES, guess, number, whole
 
 MATCH_SECONDS = 5.0  # for a thousand lines: a pattern that takes longer backtracks without end
 LONGEST = 4096  # characters of a console line that a pattern sees
 _DOCUMENT_BYTES = 1 << 28
+Row = tuple[int, dict[str, Any] | None]  # the number of its line; None: it could not be read
 CONSOLE = [
     r"^iter (?P<step>\d+): loss (?P<loss>\S+), time (?P<step_ms>[\d.]+)ms(, mfu (?P<mfu>-?[\d.]+%))?",  # nanoGPT
     r"^step (?P<step>\d+): train loss \S+, val loss (?P<val_loss>\S+)",
@@ -54,8 +55,12 @@ def read(file: Path, columns: dict[str, str], patterns: list[str]) -> tuple[list
     for ours in columns:
         if ours not in NAMES:
             raise UserError(f"--columns {ours}={columns[ours]}: there is no field {ours}; there are {', '.join(NAMES)}")
+    if is_binary(file):
+        raise UserError(f"{file} is a binary file; a log is text: CSV, JSONL, JSON or console lines, also as .gz")
     first = next((line.lstrip() for line in lines(file) if line.strip()), "")
-    rows = list(_rows(file, first, [_compiled(p) for p in patterns]))
+    unit, found = _rows(file, first, [_compiled(p) for p in patterns])
+    numbered = list(found)
+    rows = [row for _, row in numbered if row is not None]
     if not rows:
         raise UserError(f"{file}: no line matches" + (" the pattern" if patterns else ", or it is empty"))
     there = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
@@ -70,6 +75,7 @@ def read(file: Path, columns: dict[str, str], patterns: list[str]) -> tuple[list
             f"{file}: no column is known to be the loss; say which with --columns loss=NAME; there are {_some(there)}"
         )
     records, notes = _records(rows, names)
+    notes += _unread(numbered, names, unit)
     if not records:
         raise UserError(f"{file}: no row has a number for {names.get('loss', names.get('val_loss'))}")
     read_as = ", ".join(f"{ours} = {theirs}" for ours, theirs in names.items() if ours != theirs)
@@ -94,35 +100,41 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return compiled
 
 
-def _rows(file: Path, first: str, patterns: list[re.Pattern[str]]) -> Iterator[dict[str, Any]]:
-    """Each row as it stands, nested objects by dotted names."""
+def _rows(file: Path, first: str, patterns: list[re.Pattern[str]]) -> tuple[str, Iterator[Row]]:
+    """What is numbered, and each row as it stands, nested objects by dotted names."""
     known = patterns or [re.compile(p) for p in CONSOLE]
     if patterns or any(p.search(line[:LONGEST]) for line in itertools.islice(lines(file), 1000) for p in known):
-        yield from _matches(file, known)
-    elif first.startswith(("{", "[")):
-        yield from (_flat(row) for row in _objects(file, first) if isinstance(row, dict))
-    else:
-        yield from _table(file, first)
-
-
-def _objects(file: Path, first: str) -> Iterator[Any]:
-    """One a line; or of a document, whose first line is not one by itself."""
+        return "line", _matches(file, known)
+    if not first.startswith(("{", "[")):
+        return "line", _table(file, first)
     try:
-        whole_line = isinstance(json.loads(first), dict) and '"log_history"' not in first
+        a_line_each = isinstance(json.loads(first), dict) and '"log_history"' not in first
     except (ValueError, RecursionError):
-        whole_line = False
-    if whole_line:
-        for line in lines(file):
-            with contextlib.suppress(ValueError, RecursionError):
-                yield json.loads(line)
-        return
-    text = "\n".join(lines(file, _DOCUMENT_BYTES))
+        a_line_each = False
+    objects = _objects(file) if a_line_each else enumerate(_document(file), 1)
+    rows = ((number, _flat(row) if isinstance(row, dict) else None) for number, row in objects)
+    return "line" if a_line_each else "entry", rows
+
+
+def _objects(file: Path) -> Iterator[tuple[int, Any]]:
+    for at, line in _numbered(file):
+        try:
+            yield at, json.loads(line)
+        except (ValueError, RecursionError):
+            yield at, None
+
+
+def _document(file: Path) -> list[Any]:
     try:
-        document = json.loads(text)
+        document = json.loads("\n".join(lines(file, _DOCUMENT_BYTES)))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not JSON: {error}") from None
+        raise UserError(f"{file} is not JSON: {error}; if it is console lines, give a --pattern for them") from None
     history = document.get("log_history", [document]) if isinstance(document, dict) else document
-    yield from history if isinstance(history, list) else []
+    return history if isinstance(history, list) else []
+
+
+def _numbered(file: Path) -> Iterator[tuple[int, str]]:
+    return ((number, line) for number, line in enumerate(lines(file), 1) if line.strip())
 
 
 def _flat(row: dict[str, Any], prefix: str = "", depth: int = 8) -> dict[str, Any]:
@@ -135,26 +147,35 @@ def _flat(row: dict[str, Any], prefix: str = "", depth: int = 8) -> dict[str, An
     return flat
 
 
-def _table(file: Path, header: str) -> Iterator[dict[str, Any]]:
-    delimiter = max(",\t;", key=header.count)
+def _table(file: Path, header: str) -> Iterator[Row]:
+    delimiter, at = max(",\t;", key=header.count), 0
+
+    def text() -> Iterator[str]:
+        nonlocal at
+        for at, line in _numbered(file):  # noqa: B007
+            yield line
+
     try:
-        for row in csv.DictReader((line for line in lines(file) if line.strip()), delimiter=delimiter):
-            yield {k: v for k, v in row.items() if isinstance(k, str) and isinstance(v, str) and v.strip()}
+        for row in csv.DictReader(text(), delimiter=delimiter):
+            yield at, {k: v for k, v in row.items() if isinstance(k, str) and isinstance(v, str) and v.strip()}
     except csv.Error as error:
         raise UserError(f"{file} is no table that can be read: {error}") from None
 
 
-def _matches(file: Path, patterns: list[re.Pattern[str]]) -> Iterator[dict[str, Any]]:
+def _matches(file: Path, patterns: list[re.Pattern[str]]) -> Iterator[Row]:
     """The named groups of every line that matches. A step counts for the lines that follow it and do not name one."""
     step: Any = None
-    rest = lines(file)
+    rest = _numbered(file)
     while chunk := list(itertools.islice(rest, 1000)):
         with _limited(MATCH_SECONDS):
-            found = [m.groupdict() for line in chunk for p in patterns if (m := p.search(line[:LONGEST]))]
-        for groups in found:
-            row = {name: text for name, text in groups.items() if text is not None}
-            step = row.get("step", step)
-            yield row if step is None else {**row, "step": step}
+            found = [(n, [m.groupdict() for p in patterns if (m := p.search(line[:LONGEST]))]) for n, line in chunk]
+        for at, matches in found:
+            for groups in matches:
+                row = {name: text for name, text in groups.items() if text is not None}
+                step = row.get("step", step)
+                yield at, row if step is None else {**row, "step": step}
+            if not matches:
+                yield at, None
 
 
 @contextlib.contextmanager
@@ -210,6 +231,22 @@ def _records(rows: list[dict[str, Any]], names: dict[str, str]) -> tuple[list[di
         notes.append("no column is known to be the step: rows are counted")
     _unify_mfu(steps)
     return sorted([*steps, *evals], key=lambda r: r["step"]), notes
+
+
+def _unread(numbered: list[Row], names: dict[str, str], unit: str) -> list[str]:
+    """None or one note: on rows that are none, and those in which no number stands where the step or a loss should."""
+    asked = [names[name] for name in ("step", "loss", "val_loss") if name in names]
+    wrong = [
+        n for n, row in numbered
+        if row is None or any(row.get(column) is not None and number(row[column]) is None for column in asked)
+    ]  # fmt: skip
+    if not wrong:
+        return []
+    units = {"line": "lines", "entry": "entries"}[unit]
+    count, total = len(set(wrong)), len({n for n, _ in numbered})
+    return [
+        f"{count:,} of {total:,} {units} {'was' if count == 1 else 'were'} not read (the first: {unit} {wrong[0]:,})"
+    ]
 
 
 def _fields(values: dict[str, float]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kamui_dist import knobs
 from kamui_dist.findings import ACTIONS, KINDS, Finding
@@ -11,6 +11,7 @@ from kamui_dist.report.logs import Run
 from kamui_dist.watch import Facts, replay
 
 WATCHED = {name.removeprefix("on_").replace("_", "-") for name in knobs.Watch.model_fields if name.startswith("on_")}
+SKIPPED = "update skipped on all ranks"  # in the message of a non-finite finding
 LEVELS = {"note": "note", "warn": "warn"}  # of what is drawn; every other action is "bad"
 
 
@@ -40,6 +41,8 @@ def diagnose(run: Run, cfg: knobs.Watch, facts: Facts) -> list[tuple[Finding, bo
     updates that were undone, whose records are gone; after a rollback others have taken their place.
     """
     found = replay(run.records, cfg, facts)
+    if not run.ours:  # nobody knows what their trainer did with it
+        found = [replace(f, message=f.message.replace(SKIPPED, "our watch would have skipped it")) for f in found]
     there = {r["step"] for r in run.records if r["kind"] in ("step", "eval", "detail")}
     seen = {(f.kind, f.step) for f in found}
     undone = [f for f in run.found if f.action == "rollback" and (f.kind, f.step) not in seen]

@@ -5,19 +5,34 @@ from __future__ import annotations
 import gzip
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO, cast
+
+TOO_LONG = "\ufffd"  # stands for a line that is passed over: it is counted, and means nothing to any reader
 
 
 def lines(file: Path, longest: int = 1 << 20) -> Iterator[str]:
-    """The lines of a text file or a .gz, however long the file is; a line longer than `longest` is passed over."""
-    with file.open("rb") as raw:
-        packed = raw.read(2) == b"\x1f\x8b"
-    with gzip.open(file, "rb") if packed else file.open("rb") as stream:
+    """The lines of a text file or a .gz, however long the file is; of a line longer than `longest` there is TOO_LONG."""
+    with _unpacked(file) as stream:
         whole = True
         while part := stream.readline(longest):
             ends = part.endswith(b"\n")
             if whole and (ends or len(part) < longest):
                 yield part.decode("utf-8", "replace").rstrip("\r\n")
+            elif ends or len(part) < longest:
+                yield TOO_LONG
             whole = ends
+
+
+def is_binary(file: Path) -> bool:
+    """Text has no zero bytes; what is packed, or made of numbers, has one within 4 KiB."""
+    with _unpacked(file) as stream:
+        return b"\0" in stream.read(4096)
+
+
+def _unpacked(file: Path) -> BinaryIO:
+    with file.open("rb") as raw:
+        packed = raw.read(2) == b"\x1f\x8b"
+    return cast(BinaryIO, gzip.open(file, "rb")) if packed else file.open("rb")
 
 
 def plain(text: str) -> str:

@@ -70,13 +70,15 @@ def _head(runs: Sequence[Run]) -> str:
 
 def facts(run: Run, books: Ledger | None) -> list[tuple[str, str]]:
     """(what, number) of the tiles; what is not known is not there."""
-    steps, evals = run.of("step"), [r["val_loss"] for r in run.of("eval") if r.get("val_loss") is not None]
+    steps, evals = run.of("step"), [r for r in run.of("eval") if r.get("val_loss") is not None]
+    evals = [r for r in evals if r.get("set") == evals[0].get("set")]  # the first set decides what is best
+    last = "last" if steps and steps[-1].get("loss") is not None else "last finite"
     losses = [r["loss"] for r in steps if r.get("loss") is not None]
     found = [
         ("steps", f"{steps[-1]['step']:,}" if steps else None),
         ("tokens", short(steps[-1]["tokens"]) if steps and steps[-1].get("tokens") else None),
-        ("loss, last", f"{losses[-1]:.4f}" if losses else None),
-        ("validation, best", f"{min(evals):.4f}" if evals else None),
+        (f"loss, {last}", f"{losses[-1]:.4f}" if losses else None),
+        ("validation, best", f"{summary.best_eval(evals)['val_loss']:.4f}" if evals else None),
         ("tokens / s, median", short(v) if (v := median(steps, "tokens_per_sec")) else None),
         ("mfu, median", f"{v:.1%}" if (v := median(steps, "mfu")) else None),
         ("wall time", duration(books.total / 1e6) if books and books.total else None),

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from kamui_dist import findings
+from kamui_dist import findings, knobs
 from kamui_dist.errors import UserError
 from kamui_dist.findings import Finding
 from kamui_dist.report import ledger, logs
 from kamui_dist.report.axes import counted, duration, short
+from kamui_dist.report.found import diagnose
 from kamui_dist.report.ledger import PARTS, Ledger
 from kamui_dist.report.lines import plain
 from kamui_dist.report.logs import ATTEMPTS, Run
@@ -51,10 +52,14 @@ def _cell(text: str) -> str:
 
 
 def lines(run: Run, found: Sequence[Finding] | None = None) -> Lines:
-    """found: instead of what the run itself found."""
+    """found: instead of what the run itself found; in the log of another trainer, what our watch finds."""
     books = ledger.account(run.records)
+    if found is None:
+        found = run.found if run.ours else [f for f, _ in diagnose(run, knobs.Watch(), logs.facts(run))]
+    seen = incident(run.path) if run.ours else ""
     told: Lines = [("run", f"{run.path if run.ours else run.name}: {outcome(run)}")]
-    told += _progress(run, books) + _speed(run) + _learning(run) + _findings(run.found if found is None else found)
+    told += [("note", note) for note in run.notes]
+    told += _progress(run, books) + _speed(run) + _learning(run) + _findings(found, seen)
     told += [*_checkpoints(run, books), ("next", _next(run))] if run.ours else []
     return [(what, plain(line)) for what, line in told]
 
@@ -117,18 +122,15 @@ def _learning(run: Run) -> Lines:
     steps, told = run.of("step"), []
     loss, step = column(steps, "loss"), column(steps, "step")
     if (there := np.flatnonzero(np.isfinite(loss))).size:
-        low = there[np.argmin(loss[there])]
-        told.append(
-            (
-                "loss",
-                f"{loss[there[0]]:.4f} first, {loss[there[-1]]:.4f} last, {loss[low]:.4f} lowest at step {step[low]:,.0f}",
-            )
-        )
+        low, after = there[np.argmin(loss[there])], loss.size - 1 - there[-1]
+        last = f"last finite ({after:,} after it {'was' if after == 1 else 'were'} not finite)" if after else "last"
+        told.append(("loss", f"{loss[there[0]]:.4f} first, {loss[there[-1]]:.4f} {last}, {loss[low]:.4f} lowest at step "
+                     f"{step[low]:,.0f}"))  # fmt: skip
     evals = [r for r in run.of("eval") if r.get("val_loss") is not None]
     names = list(dict.fromkeys(str(r.get("set", "val")) for r in evals))
     for name in names[:3]:
         mine = [r for r in evals if str(r.get("set", "val")) == name]
-        best = min(mine, key=lambda r: r["val_loss"])
+        best = best_eval(mine)
         told.append(("validation", (f"{name}: " if len(names) > 1 else "") + f"{best['val_loss']:.4f} best at step "
                      f"{best['step']:,}, {mine[-1]['val_loss']:.4f} last"))  # fmt: skip
     norm, after = column(steps, "grad_norm_pre_clip"), column(steps, "grad_norm_post_clip")
@@ -140,33 +142,44 @@ def _learning(run: Run) -> Lines:
             ("norm", f"{np.median(norm[there]):.3g} median, {norm[high]:.3g} largest at step {step[high]:,.0f}{share}")
         )
     if skipped := [r["step"] for r in steps if r.get("skipped")]:
-        told.append(("skipped", f"{counted(len(skipped), 'update')} (steps {skipped[0]:,} to {skipped[-1]:,})"))
+        what = ("skipped", "") if run.ours else ("not finite", "the gradient norm of ")
+        told.append((what[0], f"{what[1]}{counted(len(skipped), 'update')} ({_span(skipped)})"))
     return told
 
 
-def _findings(found: Sequence[Finding]) -> Lines:
+def best_eval(evals: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """evals: of one set, with a val_loss. The newest that the run called its best (eval.min_improvement), else the lowest."""
+    named = [r for r in evals if r.get("best")]
+    return named[-1] if named else min(evals, key=lambda r: r["val_loss"])
+
+
+def _span(steps: Sequence[int]) -> str:
+    return f"step {steps[0]:,}" if steps[0] == steps[-1] else f"steps {steps[0]:,} to {steps[-1]:,}"
+
+
+def _findings(found: Sequence[Finding], seen: str = "") -> Lines:
+    """seen: the newest incident. A crash is one, and no finding of the watch."""
+    incidents: Lines = [("incident", seen)] if seen else []
     if not found:
-        return [("findings", "none")]
+        return [("findings", "none by the watch; see the incident" if seen else "none"), *incidents]
     kinds: dict[str, list[Finding]] = {}
     for f in found:
         kinds.setdefault(f.kind, []).append(f)
     order = sorted(kinds.values(), key=lambda fs: -findings.ACTIONS.index(findings.gravest(fs)))
     told = []
     for place, fs in enumerate(order[:5]):
-        span = f"step {fs[0].step:,}" if len(fs) == 1 else f"{len(fs):,} times, steps {fs[0].step:,} to {fs[-1].step:,}"
+        span = (f"{len(fs):,} times, " if len(fs) > 1 else "") + _span([f.step for f in fs])
         told.append(("findings" if place == 0 else "", f"{fs[0].kind}: {span} ({findings.gravest(fs)})"))
     if len(order) > 5:
         told.append(("", f"and {len(order) - 5} other kinds: kamui-dist diagnose shows all"))
     worst = max(found, key=lambda f: findings.ACTIONS.index(f.action))  # the first of the gravest
     if worst.action != "note":
         told += [("  gravest", f"{worst.kind}: {worst.message}"), ("  do", worst.advice)]
-    return told
+    return told + incidents
 
 
 def _checkpoints(run: Run, books: Ledger) -> Lines:
-    directory = run.path / "checkpoints"
-    kept = sorted(int(p.name[5:]) for p in directory.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name))
-    best = best_step(run)
+    kept, best = _kept(run), best_step(run)
     text = f"{len(kept)} kept: {_some(kept)}" if kept else "none"
     told: Lines = [("checkpoints", text + (f"; best {best:,}" if best in kept else ""))]
     backs = run.of("rollback")
@@ -176,6 +189,24 @@ def _checkpoints(run: Run, books: Ledger) -> Lines:
         parts += [f"{counted(books.lost_steps, 'update')} lost and done again"] if books.lost_steps else []
         told.append(("restarts", ", ".join(parts)))
     return told
+
+
+def _kept(run: Run) -> list[int]:
+    names = [p.name for p in (run.path / "checkpoints").glob("step-*")]
+    return sorted(int(name[5:]) for name in names if re.fullmatch(r"step-\d{8,}", name))
+
+
+def incident(run_dir: Path) -> str:
+    """The newest directory in RUN/incidents, and the first line of its report: "" if there is none."""
+    told = [(p.stat().st_mtime, p) for p in (run_dir / "incidents").glob("step-*")]
+    if not told:
+        return ""
+    path = max(told)[1]
+    try:
+        with (path / "report.txt").open(encoding="utf-8", errors="replace") as file:
+            return f"{path}: {file.readline().strip()}"
+    except OSError:
+        return str(path)
 
 
 def best_step(run: Run) -> int | None:
@@ -200,4 +231,8 @@ def _next(run: Run) -> str:
         return f"kamui-dist status {directory}"
     if state == "failed" and reason.startswith(("watch", "checkpoint")):
         return f"kamui-dist diagnose {directory} --html report.html"
-    return "the same command again: it goes on from the newest checkpoint"
+    if _kept(run):
+        return "the same command again: it goes on from the newest checkpoint"
+    if run.of("checkpoint"):  # start.find_checkpoint refuses to begin again in place of them
+        return "its checkpoints are gone: bring them back, or choose another run.dir"
+    return "the same command again: it begins again, there is no checkpoint yet"
