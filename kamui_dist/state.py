@@ -46,6 +46,11 @@ class State:
     def out_of_patience(self, patience: int) -> bool:
         return patience > 0 and self.evals_since_best >= patience
 
+    @property
+    def impatience(self) -> str:
+        """The reason of an early stop."""
+        return f"{self.evals_since_best} validation{'s' * (self.evals_since_best != 1)} without improvement"
+
     def is_over(self, steps: int, patience: int, validates: bool) -> bool:
         """Whether nothing is left to do; a validation that was put off is something."""
         return self.out_of_patience(patience) or (self.step >= steps and not (self.evaluation_due and validates))

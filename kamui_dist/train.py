@@ -124,7 +124,7 @@ def train(cfg: Config, stop: StopRequest) -> int:
         outcome, reason = "stopped", REASONS[int(asked)]  # there is nothing new to save
     elif due:
         if state.out_of_patience(cfg.eval.patience):
-            outcome, reason = "early_stopped", f"{state.evals_since_best} validations without improvement"
+            outcome, reason = "early_stopped", state.impatience
         if fault := saver.save(state, final=bool(reason)):  # in place of the one without this validation
             outcome, reason = "failed", fault
 
@@ -215,7 +215,7 @@ def train(cfg: Config, stop: StopRequest) -> int:
             improved, asked, more = validator.run(state, asked)
             findings += more
             if state.out_of_patience(cfg.eval.patience):
-                outcome, reason = "early_stopped", f"{state.evals_since_best} validations without improvement"
+                outcome, reason = "early_stopped", state.impatience
         incidents.write(findings, watch.skipped_in_a_row, mean_loss, state, micro_batches, seen, gaps)
         if (action := gravest(findings)) in ("rollback", "stop"):
             outcome, reason = "failed", f"watch: {next(f.kind for f in findings if f.action == action)}"
