@@ -376,6 +376,7 @@ def test_pinned_and_best_stay_damaged_ones_do_not_count(tmp_path, capsys):
     assert cli.main(["inspect", "checkpoints", str(tmp_path)]) == 2
 
 
+@pytest.mark.slow
 def test_a_run_keeps_what_is_pinned_and_the_best_that_was_saved(tmp_path, data, capsys):
     run = tmp_path / "run"
     pin = lambda: cli.main(["inspect", "pin", str(run), "2"])  # noqa: E731
@@ -553,6 +554,7 @@ def test_a_save_onto_a_full_disk_leaves_the_earlier_ones(tmp_path):
 # ---- who may write
 
 
+@pytest.mark.slow
 def test_group_and_others_cannot_write_into_a_run(tmp_path, data):
     cfg = f"tiny.config({str(tmp_path / 'run')!r}, {str(data)!r}, log__tensorboard=True)"
     script = f"import os; os.umask(0); from tests import tiny; tiny.run({cfg})"

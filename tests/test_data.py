@@ -111,6 +111,7 @@ def test_permute_golden_values():
     assert shuffle.sample_windows(3, 8, 5, seed=7).tolist() == [2, 4, 3, 2, 1, 4, 0, 0]
 
 
+@pytest.mark.slow
 def test_permute_spreads_evenly():
     """Over the keys, each pair of indices goes to each pair of images about equally often (chi-square), also where the
     grid is odd or not full, and all orders of four come up."""

@@ -154,6 +154,7 @@ def test_a_requeued_job_does_not_wait_for_itself(elsewhere: Path, monkeypatch: p
     Lock(elsewhere).release()
 
 
+@pytest.mark.slow
 def test_without_locks_in_the_file_system(
     tmp_path: Path, hold: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -278,6 +278,7 @@ def test_other_peoples_directories_are_never_replaced(tmp_path, capsys):
     assert (tmp_path / "link").is_symlink()
 
 
+@pytest.mark.slow
 def test_killed_while_it_writes(tmp_path, capsys):
     inputs, out = text_files(tmp_path / "in", {"a.txt": "some words and a line\n" * 20_000}), tmp_path / "out"
     # SIGSTOP in the middle makes the moment of the kill certain.

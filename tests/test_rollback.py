@@ -122,6 +122,7 @@ def test_the_learning_rate_after_it(tmp_path: Path, data: Path) -> None:
     assert rates == pytest.approx([0.1] * 12 + [0.0125, 0.025, 0.0375] + [0.05] * (STEPS - 15))
 
 
+@pytest.mark.slow
 def test_killed_between_the_order_and_the_start(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next start obeys the same order."""
     assert tiny.run(config(tmp_path / "whole", data)) == 0
@@ -156,6 +157,7 @@ def test_later_checkpoints_are_set_aside_and_come_back_for_nobody(tmp_path: Path
     assert tiny.steps_saved(tmp_path / "a") == [4, 8, 16, 20, 24]
 
 
+@pytest.mark.slow
 def test_retention_keeps_what_a_rollback_needs(tmp_path: Path, data: Path) -> None:
     """With the newest checkpoint only and a save in every step, one from before the trouble is still there."""
     changes = {"checkpoint__every": 1, "checkpoint__keep": 1, "watch__divergence_steps": 3}
@@ -192,6 +194,7 @@ def test_a_stop_sets_aside_what_was_saved_in_the_trouble(tmp_path: Path) -> None
     assert tiny.steps_saved(run_dir) == [4, 8, 12]
 
 
+@pytest.mark.slow
 def test_the_checkpoint_knows_it_without_the_file(
     tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

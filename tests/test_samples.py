@@ -62,6 +62,7 @@ def test_the_likeliest_token_at_temperature_0() -> None:
     assert draw(torch.tensor([0.0, 3.0, 2.0]), Drawing(temperature=0), torch.Generator()) == 1
 
 
+@pytest.mark.slow
 def test_tokens_are_drawn_by_their_probability() -> None:
     """Temperature, top-k and nucleus, against the shares of 4000 draws (standard deviation 0.008)."""
     probabilities = torch.tensor([0.5, 0.1, 0.25, 0.15])
@@ -142,6 +143,7 @@ def sampler(cfg: Config, data: Path, module: nn.Module) -> Sampler:
     return Sampler(cfg, module, stream.tokenizer, stream, CPU)
 
 
+@pytest.mark.slow
 def test_the_same_step_writes_the_same_text(tmp_path: Path) -> None:
     data = write_text(tmp_path / "data")
     cfg = configured(data, eval__sample_tokens=40)

@@ -341,6 +341,7 @@ DEAF = "time.sleep(60)"  # as a wait in C++: the handler runs, and the thread go
 MOVES = "for _ in range(22):\n" + "    time.sleep(0.013)\n" * 7  # not in time with the ticks
 
 
+@pytest.mark.slow
 def test_only_who_was_asked_and_stands_still_is_ended() -> None:
     code, out = child(DEAF)
     assert code == 128 + signal.SIGTERM
@@ -358,6 +359,7 @@ def test_only_who_was_asked_and_stands_still_is_ended() -> None:
     assert child("signals.ignore(), time.sleep(2)")[0] == 0, "it has ended"
 
 
+@pytest.mark.slow
 def test_a_process_that_was_held_has_not_stood_still() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", CHILD.replace("EXEC", MOVES).replace("EARLY", "")],

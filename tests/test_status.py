@@ -55,6 +55,7 @@ def _write_many(run: Path, name: str) -> None:
         status.write(run, name, step, name * (step % 50), None, False)
 
 
+@pytest.mark.slow
 def test_several_ranks_at_once(tmp_path: Path) -> None:
     """A reader never finds a part of one, or of two."""
     status.write(tmp_path, "running", 0, "", None, False)

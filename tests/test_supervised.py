@@ -172,6 +172,7 @@ def test_both_ways_agree_and_default():
         max_size=5,
     )
 )  # fmt: skip
+@pytest.mark.slow
 def test_spans_against_an_obvious_reference(chat):
     messages = [{"role": role, "content": content} for role, content in chat]
     found = cut(MARKED, messages)

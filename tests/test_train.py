@@ -276,6 +276,7 @@ def test_a_validation_that_was_put_off_can_still_end_the_run(data, tmp_path):
         assert tiny.status(tmp_path / "run")["outcome"] == "early_stopped"
 
 
+@pytest.mark.slow
 def test_one_batch_again_and_again_is_learnt_by_heart_also_after_a_resume(data, tmp_path):
     cfg = tiny.config(
         tmp_path / "run", data["one"], train__overfit_one_batch=True, train__steps=120, train__global_batch=4,
