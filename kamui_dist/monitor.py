@@ -68,7 +68,10 @@ class Monitor:
 
     @torch.no_grad()
     def before_update(self, unscale: float) -> None:
-        """Takes the gradients' norms, and a copy of the weights. unscale: what makes `.grad` the gradient of the mean loss."""
+        """Takes the gradients' norms, and a copy of the weights; in a step that is not due nothing. unscale: what makes `.grad` the
+        gradient of the mean loss."""
+        if not self.due:
+            return
         began = time.perf_counter()
         gradients, elements, still = {}, [0] * len(self.layers), [0] * len(self.layers)
         for name, parameter in self.module.named_parameters():

@@ -112,8 +112,8 @@ class Loop:
         unscale = self.plan.tokens_per_step / (count * scale)
         if spoil:
             dict(parallel.unwrap(self.model).named_parameters())[spoil].grad.mul_(math.nan)  # type: ignore[union-attr]
-        if detail:
-            self.monitor.before_update(unscale)
+        if self.watched:
+            self.monitor.before_update(unscale)  # in every step, as the loop does
         if update:
             parallel.clip_grad_norm(self.model, rows[0][1], unscale, 0.0)
             self.optimizer.step()
@@ -412,6 +412,19 @@ class Noisy(Bag):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return super().forward(x, y) * (1 + torch.rand(()))
+
+
+def test_a_step_that_is_not_due_costs_and_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop calls before_update in every step: a copy of the weights in each would be most of the monitor's cost."""
+    model = Bag(0)
+    monitor = Monitor(model, config(log__detail_every=100), make_plan(config(), 1), CPU)
+    monkeypatch.setattr(parallel, "local_weights", pytest.fail)
+    monkeypatch.setattr("kamui_dist.monitor.local_part", pytest.fail)
+    for step in (2, 99, 101):
+        assert not monitor.begin(step)
+        monitor.before_update(1.0)
+    assert monitor.weights == {}
+    assert monitor.squares == []
 
 
 def gap_of(model: nn.Module, length: int = 64, **changes: Any) -> Any:
