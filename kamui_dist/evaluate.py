@@ -44,12 +44,11 @@ def evaluate(
     exchange it, and one that has heard something ends the validation on all ranks after the same batch. Returns (mean loss,
     number of targets, seconds, 0 or the request that cut it short). Leaves the model's mode as it was.
     """
-    started, training = time.perf_counter(), model.training
-    model.eval()
+    started = time.perf_counter()
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     targets = torch.zeros((), dtype=torch.float64, device=device)  # fp32 would stop counting at 2**24
     exchange, asked = Exchange(poll, device), 0
-    try:
+    with parallel.evaluating(model):
         for batch in batches:
             x, y, *documents = (tensor.to(device, non_blocking=True) for tensor in batch)
             with precision.autocast(device, compute):
@@ -57,9 +56,6 @@ def evaluate(
             targets += (y != -100).sum()
             if asked := exchange.after_batch():
                 break
-    finally:
-        parallel.reshard(model)
-        model.train(training)
     rows = distributed.gather_rows(loss_sum, targets, device=device)
     total, count = sum(r[0] for r in rows), sum(r[1] for r in rows)
     return total / count if count else float("nan"), int(count), time.perf_counter() - started, asked

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -47,16 +45,10 @@ def tokens(
     seen = list(prompt)
     while True:
         inputs = torch.tensor([seen[-context_length:]], device=device)  # (1, T)
-        with _as_written(), torch.no_grad(), precision.autocast(device, compute):
+        with precision.eager(), torch.no_grad(), precision.autocast(device, compute):
             logits = model(inputs, None)
         seen.append(draw(logits[0, -1, :vocab_size].float().cpu(), how, generator))
         yield seen[-1]
-
-
-def _as_written() -> contextlib.AbstractContextManager[object]:
-    """Compiled blocks would be compiled again for each of so many lengths. Who has not loaded torch._dynamo has compiled nothing,
-    and is spared the seconds that loading it takes."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
 def text_after(words: Tokenizer, prompt: Sequence[int], drawn: Sequence[int]) -> str:

@@ -11,12 +11,9 @@ A run is the same with any detail_every, bit by bit. Memory: during the update, 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -109,7 +106,12 @@ class Monitor:
         self.weights = {}
         length = LONGEST if isinstance(self.module, GPT) else None
         x, y, *starts = (rows[:1, :length] for rows in (x, y, *documents))  # (1, T)
-        with self._quietly():
+        # No trace of it is left: no dropout, so nothing random is drawn.
+        with (
+            parallel.evaluating(self.module),
+            precision.eager(),
+            precision.autocast(self.device, self.cfg.run.precision),
+        ):
             activations, scores = self._look(x, y, *starts)
             gaps = [] if self.probed else self._gaps(x, y, bool(starts))
         rows = distributed.gather_rows(
@@ -162,23 +164,6 @@ class Monitor:
     def _communication(self) -> float:
         end = self.clock.ends.get("backward") if self.clock else None
         return math.nan if self.own.last is None or end is None else seconds_between(self.own.last, end)
-
-    @contextlib.contextmanager
-    def _quietly(self) -> Iterator[None]:
-        """Forward passes that leave no trace: no dropout (so nothing random is drawn), nothing compiled anew."""
-        modes = {module: module.training for module in self.module.modules()}
-        self.module.eval()
-        # What is compiled would not see hooks, or be compiled once more for them and for a batch of one sequence. Who has not
-        # loaded torch._dynamo has compiled nothing, and is spared the seconds of loading it.
-        compiled = "torch._dynamo" in sys.modules
-        try:
-            stance = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
-            with stance, precision.autocast(self.device, self.cfg.run.precision):
-                yield
-        finally:
-            parallel.reshard(self.module)
-            for module, training in modes.items():
-                module.training = training
 
     def _loss(self, x: Tensor, y: Tensor, *documents: Tensor) -> Tensor:
         # FlexAttention would write all T x T scores if it is not compiled.

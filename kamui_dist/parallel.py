@@ -137,6 +137,19 @@ def reshard(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Around forward passes without a backward: eval mode, then the shards and each submodule's own mode again."""
+    modes = {m: m.training for m in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        reshard(module)
+        for m, training in modes.items():
+            m.training = training
+
+
+@contextlib.contextmanager
 def gradient_sync(model: nn.Module, last: bool, defer: bool = True) -> Iterator[None]:
     """Around forward and backward of one micro-batch: gradients are communicated in the `last` one of a step only.
 

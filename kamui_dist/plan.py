@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kamui_dist.config import Config
 from kamui_dist.errors import UserError
+from kamui_dist.watch import Facts
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,17 @@ def make_plan(cfg: Config, world_size: int, windows: int | None = None, done: tu
     return Plan(
         world_size, replicate, shard, accum, global_batch, tokens_per_step, steps, warmup, decay, windows, total_samples
     )
+
+
+def watch_facts(cfg: Config, plan: Plan, fresh: bool) -> Facts:
+    """What the watch has to know of the run. fresh: begun with initial weights of ours."""
+    decay = plan.decay_steps if cfg.schedule.kind == "wsd" else 0
+    return Facts(
+        vocab_size=cfg.model.vocab_size, steps=plan.steps, lr=cfg.optim.lr, warmup=plan.warmup_steps,
+        decay_from=plan.steps - decay if decay else None, grad_clip=cfg.optim.grad_clip,
+        windows=plan.global_batch if cfg.train.overfit_one_batch else plan.windows,
+        global_batch=plan.global_batch, fresh=fresh and cfg.model.factory is None, ranks=plan.world_size,
+    )  # fmt: skip
 
 
 def _contradictions(cfg: Config) -> Iterator[str]:

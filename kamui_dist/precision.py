@@ -1,9 +1,12 @@
-"""Autocast, the fp16 loss scaler, TF32. Weights, gradients at the optimizer, and optimizer state are fp32 always."""
+"""Autocast, eager or compiled, the fp16 loss scaler, TF32.
+
+Weights, gradients at the optimizer, and optimizer state are fp32 always."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from typing import Any
 
 import torch
@@ -16,6 +19,12 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
     if precision == "fp32":
         return contextlib.nullcontext()
     return torch.autocast(device.type, DTYPES[precision])
+
+
+def eager() -> contextlib.AbstractContextManager[Any]:
+    """Around forward passes of another shape than training's, or with hooks: nothing is compiled anew for them. Who has not loaded
+    torch._dynamo has compiled nothing, and is spared the seconds that loading it takes."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
 def set_backends(device: torch.device, precision: str, deterministic: bool) -> None:

@@ -23,7 +23,7 @@ from kamui_dist import checkpoint, distributed
 from kamui_dist.batches import positions_of
 from kamui_dist.errors import UserError
 from kamui_dist.files import write_json
-from kamui_dist.findings import Finding
+from kamui_dist.findings import KINDS, Finding
 from kamui_dist.knobs import Watch
 from kamui_dist.state import State
 
@@ -48,12 +48,12 @@ class Rollback:
 
     @property
     def finding(self) -> Finding:
-        lr = f", with the learning rate x {self.lr_factor:g}" if self.lr_factor != 1 else ""
+        lr, kind = f", with the learning rate x {self.lr_factor:g}" if self.lr_factor != 1 else "", KINDS["rollback"]
         return Finding(
             "rollback", self.step,
             f"back from step {self.trigger_step} ({self.kind}: {self.message.rstrip('.')}) to the checkpoint of step {self.step}; "
             f"{self.gap[1] - self.gap[0]} windows are left out{lr}.",
-            "see that finding.", "look at the incident; if it comes again, lower optim.lr or watch.rollback_lr_factor.", "note",
+            kind.cause, kind.advice, kind.action,
         )  # fmt: skip
 
 
@@ -139,11 +139,11 @@ def condemn(run_dir: Path, findings: list[Finding]) -> None:
     since = min((f.since for f in findings if f.action in ("rollback", "stop") and f.since is not None), default=None)
     with distributed.together():
         if distributed.is_main() and since is not None:
-            steps = checkpoint.step_directories(run_dir / "checkpoints")
-            good = max((step for step, _ in steps if step < since), default=None)
-            for step, path in steps if good is not None else []:
-                if step >= since:
-                    checkpoint.set_aside(path, f"saved after the trouble of step {since} had begun", good)
+            steps = [step for step, _ in checkpoint.step_directories(run_dir / "checkpoints")]
+            good = max((step for step in steps if step < since), default=None)
+            if good is not None:
+                gone = {step for step in steps if step >= since}
+                _take_out(run_dir / "checkpoints", gone, good, f"saved after the trouble of step {since} had begun")
 
 
 def obey(run_dir: Path) -> list[dict[str, Any]]:
@@ -161,12 +161,17 @@ def _condemn(directory: Path, number: int, r: dict[str, Any]) -> None:
     """Checkpoints that are later than rollback `number` goes back to, and were there before it."""
     steps = checkpoint.step_directories(directory)
     gone = {step for step, path in steps if step > r["step"] and _rollbacks_of(path) < number}
-    for step, path in steps:
-        if step in gone:
-            checkpoint.set_aside(path, f"rolled back: {r['kind']} at step {r['trigger_step']}", r["step"])
-    if (best := checkpoint.best_step(directory)) in gone:
-        state = checkpoint.open_checkpoint(dict(steps)[r["step"]]).state["state"] if r["step"] in dict(steps) else {}
-        if (best := state.get("best_step")) in dict(steps):
+    _take_out(directory, gone, r["step"], f"rolled back: {r['kind']} at step {r['trigger_step']}")
+
+
+def _take_out(directory: Path, gone: set[int], good: int, why: str) -> None:
+    """Sets aside the checkpoints of the steps `gone`; if the best is among them, the one that was best at step `good` is again."""
+    steps = dict(checkpoint.step_directories(directory))
+    for step in sorted(gone):
+        checkpoint.set_aside(steps[step], why, good)
+    if checkpoint.best_step(directory) in gone:
+        state = checkpoint.open_checkpoint(steps[good]).state["state"] if good in steps else {}
+        if (best := state.get("best_step")) in steps.keys() - gone:
             write_json(directory / "best.json", {"step": best, "val_loss": state["best_val_loss"]})
         else:
             (directory / "best.json").unlink()

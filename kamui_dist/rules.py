@@ -8,8 +8,11 @@ import statistics
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
+
+from kamui_dist import knobs
 
 
 class Window:
@@ -64,6 +67,23 @@ class Rule:
             elif isinstance(now, deque):
                 saved = deque(saved, now.maxlen)
             setattr(self, name, saved)
+
+
+@dataclass
+class Windows(Rule):
+    """The values of a window of `size` steps, one window after the other."""
+
+    cfg: knobs.Watch
+    size: int
+    begins: int = 0
+    values: list[float] = field(default_factory=list)
+
+    def add(self, step: int, value: float) -> bool:
+        """Whether the window is now full and to be judged."""
+        if not self.values or len(self.values) >= self.size:
+            self.begins, self.values = step, []
+        self.values.append(value)
+        return len(self.values) == self.size
 
 
 def _plain(value: Any) -> Any:

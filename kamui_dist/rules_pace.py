@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from kamui_dist import knobs
 from kamui_dist.findings import Sign
-from kamui_dist.rules import Rule
+from kamui_dist.rules import Rule, Windows
 
 OFTEN = 0.8  # share of a window's steps in which the same rank has to be the slow one
 POINTS = 16  # of memory over the whole run
@@ -79,24 +79,14 @@ class SlowRank(Rule):
 
 
 @dataclass
-class Throughput(Rule):
+class Throughput(Windows):
     """A window's median of tokens per second below that of the best window so far. The first window is not compared."""
 
-    cfg: knobs.Watch
-    size: int
-    begins: int = 0
-    speeds: list[float] = field(default_factory=list)
     best: float = 0.0
     best_step: int = 0
 
-    def add(self, step: int, tokens_per_sec: float) -> bool:
-        if not self.speeds or len(self.speeds) >= self.size:
-            self.begins, self.speeds = step, []
-        self.speeds.append(tokens_per_sec)
-        return len(self.speeds) == self.size
-
     def sign(self) -> Sign | None:
-        speed = statistics.median(self.speeds)
+        speed = statistics.median(self.values)
         if speed > self.best:
             self.best, self.best_step = speed, self.begins
         if speed >= (1 - self.cfg.throughput_drop) * self.best:

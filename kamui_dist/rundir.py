@@ -206,9 +206,8 @@ def record_failure(cfg: Config, error: BaseException, exit_code: int) -> None:
         return
     outcome, requeue = "failed", not isinstance(error, UserError)
     reason = (f"rank {rank}: " if rank else "") + (_in_words(error) or type(error).__name__).splitlines()[0]
-    if (
-        requeue and signals.start_up is not None and signals.start_up.orphan
-    ):  # torchrun had the store by which ranks meet
+    # torchrun had the store by which ranks meet
+    if requeue and signals.start_up is not None and signals.start_up.orphan:
         outcome, reason, exit_code = "stopped", "the launcher is gone", EXIT_STOPPED
     with contextlib.suppress(OSError):  # it must not hide the error that it tells
         status.write(path, outcome, status.step(path), reason, exit_code, requeue)

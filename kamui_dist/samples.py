@@ -68,19 +68,13 @@ class Sampler:
         return text
 
     def _continue(self, seed: int, count: int) -> list[int]:
-        modes = {module: module.training for module in self.module.modules()}
-        self.module.eval()
-        try:
+        with parallel.evaluating(self.module):
             following = generate.tokens(
                 self.module, self.ids, context_length=self.cfg.model.context_length, vocab_size=self.words.vocab_size,
                 how=generate.Drawing(), generator=torch.Generator().manual_seed(seed), device=self.device,
                 compute=self.cfg.run.precision,
             )  # fmt: skip
             return list(itertools.islice(following, count))
-        finally:
-            parallel.reshard(self.module)
-            for module, training in modes.items():
-                module.training = training
 
     def _try_model(self, factory: str) -> None:
         try:

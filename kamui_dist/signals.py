@@ -65,9 +65,7 @@ class StopRequest:
         run were to go on until the next poll (Pace.margin)."""
         now = time.monotonic()
         self._polls += 1
-        if (
-            self._polls == 2
-        ):  # the first one is the last act before the loop; at the second, all ranks have met in a step
+        if self._polls == 2:  # the first is the last act before the loop; at the second, all ranks have met in a step
             start_up_is_over()
         if self.limit_seconds is not None and now - self.started + margin_seconds > self.limit_seconds:
             self.code = max(self.code, REASONS.index("time limit"))
@@ -186,9 +184,8 @@ def start_up_is_over() -> None:
 
 def a_rank_is_gone() -> bool:
     """Whether torchrun has fewer living processes on this node than it has started. False where that cannot be seen."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ or _is_rank(
-        torchrun := os.getppid()
-    ):  # if it is: a wrapper around each rank
+    torchrun = os.getppid()
+    if "TORCHELASTIC_RUN_ID" not in os.environ or _is_rank(torchrun):  # or a wrapper around each rank
         return False
     pids: set[str] = set()
     for path in Path(f"/proc/{torchrun}/task").glob("*/children"):

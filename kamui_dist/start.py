@@ -11,7 +11,7 @@ import safetensors
 import torch
 from torch import nn
 
-from kamui_dist import checkpoint, distributed, job, metrics, mixture, parallel, resume_report, rollback, rundir
+from kamui_dist import checkpoint, distributed, history, job, mixture, parallel, resume_report, rollback, rundir
 from kamui_dist.checkpoint import Checkpoint
 from kamui_dist.config import Config
 from kamui_dist.errors import UserError
@@ -24,7 +24,7 @@ from kamui_dist.resume_report import Change
 from kamui_dist.schedule import lr_at
 from kamui_dist.signals import Pace
 from kamui_dist.tensors import model_tensors
-from kamui_dist.watch import Facts, Watch
+from kamui_dist.watch import Watch
 
 
 def build_model(cfg: Config) -> nn.Module:
@@ -59,7 +59,7 @@ def find_checkpoint(cfg: Config, run_dir: Path, data: TrainingData) -> Checkpoin
     """
     found = checkpoint.newest(run_dir / "checkpoints")
     if found is None:
-        published = [r for r in metrics.read_records(run_dir / "metrics.jsonl") if r["kind"] == "checkpoint"]
+        published = [r for r in history.read_records(run_dir / "metrics.jsonl") if r["kind"] == "checkpoint"]
         gone = UserError(
             f"run.dir: {run_dir} has trained to step {published[-1]['step']}, but its checkpoints directory is empty; bring "
             "the checkpoints back, or choose another run.dir to start from zero"
@@ -100,7 +100,7 @@ def pace(cfg: Config, run_dir: Path, validates: bool, parameters: int, saved: Ca
     parameter take at 250 MB/s; rank 0 alone guesses, since the rank that finds a deadline close stops all."""
     guess = 0.0
     if distributed.is_main():
-        before = [r for r in metrics.read_records(run_dir / "metrics.jsonl") if r["kind"] == "checkpoint"]
+        before = [r for r in history.read_records(run_dir / "metrics.jsonl") if r["kind"] == "checkpoint"]
         guess = float((before[-1].get("save_seconds") if before else None) or 12 * parameters / 250e6)
     return Pace(cfg.eval.every if validates else 0, cfg.checkpoint.every, guess, saved)
 
@@ -115,17 +115,6 @@ def learning_rate(cfg: Config, plan: Plan, rollbacks: list[dict[str, Any]]) -> C
         )  # fmt: skip
 
     return rate
-
-
-def watch_facts(cfg: Config, plan: Plan, fresh: bool) -> Facts:
-    """What the watch has to know of the run. fresh: begun with initial weights of ours."""
-    decay = plan.decay_steps if cfg.schedule.kind == "wsd" else 0
-    return Facts(
-        vocab_size=cfg.model.vocab_size, steps=plan.steps, lr=cfg.optim.lr, warmup=plan.warmup_steps,
-        decay_from=plan.steps - decay if decay else None, grad_clip=cfg.optim.grad_clip,
-        windows=plan.global_batch if cfg.train.overfit_one_batch else plan.windows,
-        global_batch=plan.global_batch, fresh=fresh and cfg.model.factory is None, ranks=plan.world_size,
-    )  # fmt: skip
 
 
 def facts(cfg: Config, plan: Plan, data: TrainingData, device: torch.device) -> dict[str, Any]:

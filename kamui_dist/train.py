@@ -32,7 +32,7 @@ from kamui_dist.findings import gravest
 from kamui_dist.hparams import settings
 from kamui_dist.metrics import Metrics, mfu, peak_flops, peak_memory_gib
 from kamui_dist.monitor import Monitor
-from kamui_dist.plan import make_plan
+from kamui_dist.plan import make_plan, watch_facts
 from kamui_dist.profiler import Profiler
 from kamui_dist.report import summary
 from kamui_dist.samples import Sampler
@@ -82,7 +82,7 @@ def train(cfg: Config, stop: StopRequest) -> int:
     module = parallel.unwrap(model)  # the same, without DDP's wrapper
     optimizer = optim.build(module, cfg.optim)
     scaler = precision.LossScaler(enabled=cfg.run.precision == "fp16")
-    watch = Watch(cfg.watch, start.watch_facts(cfg, plan, fresh=weights is None))
+    watch = Watch(cfg.watch, watch_facts(cfg, plan, fresh=weights is None))
     clock = Stopwatch(device)
     monitor = Monitor(model, cfg, plan, device, clock)
     origin = start.restore(

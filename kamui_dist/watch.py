@@ -58,7 +58,7 @@ class Watch:
         self.plateau = Plateau(cfg, span, warmup, facts.lr, facts.decay_from)
         start = min(cfg.start_steps, max(LEAST_START, short)) + warmup // 2
         self.learning = Learning(facts.vocab_size, facts.fresh, start)
-        self.norms = Norms(cfg, size, warmup)
+        self.norms = Norms(cfg, size, warmup=warmup)
         self._moved(size)
 
     def _moved(self, size: int) -> None:
@@ -141,9 +141,8 @@ class Watch:
     def _non_finite(self, step: int, loss: float, norm: float | None) -> list[Finding]:
         row, most = self.skipped_in_a_row, self.cfg.max_skipped
         stop = row >= most
-        if (
-            row & (row - 1) and row % most
-        ):  # in a row the 1st, 2nd, 4th, 8th ... are told, and what max_skipped asks for
+        # In a row the 1st, 2nd, 4th, 8th ... are told, and what max_skipped asks for.
+        if row & (row - 1) and row % most:
             return []
         message = f"loss {loss:.4g}" + (f", gradient norm {norm:.4g}" if norm is not None else "")
         message += ": update skipped on all ranks" + (f", {row} in a row." if row > 1 else ".")

@@ -69,10 +69,8 @@ def sequence_losses(
     """The loss of each sequence of this rank's micro-batches, summed over its targets, float64 (A, B), and the number of its
     targets, int64 (A, B). Every rank takes part (FSDP). Leaves weights, buffers' updates and the model's mode as they were."""
     whole = "per_sequence" in inspect.signature(module.forward).parameters
-    training = module.training
-    module.eval()
     sums = []
-    try:
+    with parallel.evaluating(module):
         for x, y, *documents in micro_batches:
             with precision.autocast(device, compute):
                 if whole:
@@ -81,9 +79,6 @@ def sequence_losses(
                     rows = [[t[i : i + 1] for t in (x, y, *documents)] for i in range(len(x))]
                     losses = torch.stack([module(*row) for row in rows])
             sums.append(losses.double())
-    finally:
-        parallel.reshard(module)
-        module.train(training)
     targets = torch.stack([(y != IGNORE).sum(1) for _, y, *_ in micro_batches])  # (A, B)
     return torch.stack(sums).cpu().numpy(), targets.cpu().numpy()
 

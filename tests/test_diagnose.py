@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kamui_dist import cli, config, knobs, plan, start
+from kamui_dist import cli, config, knobs, plan
 from kamui_dist.commands import diagnose
 from kamui_dist.errors import UserError
 from kamui_dist.findings import Finding
@@ -60,7 +60,7 @@ def test_over_a_real_run_it_finds_what_the_run_itself_found(tmp_path: Path, caps
     run = logs.read_run(run_dir)
     assert run.config is not None
     expected = plan.make_plan(run.config, 1, TokenDataset(data).windows(tiny.T))
-    assert logs.facts(run) == start.watch_facts(run.config, expected, fresh=True), (
+    assert logs.facts(run) == plan.watch_facts(run.config, expected, fresh=True), (
         "the watch is told what it was told then"
     )
 

@@ -12,8 +12,7 @@ import pytest
 from kamui_dist import config, knobs
 from kamui_dist.findings import KINDS, Finding
 from kamui_dist.history import read_records
-from kamui_dist.plan import make_plan
-from kamui_dist.start import watch_facts
+from kamui_dist.plan import make_plan, watch_facts
 from kamui_dist.watch import replay
 from tests import failing, tiny
 from tests.failing import RUNS

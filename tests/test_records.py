@@ -22,6 +22,7 @@ from kamui_dist.prepare.encode import Encoder, Reading
 from kamui_dist.prepare.shard_writer import ShardWriter
 from kamui_dist.prepare.workers import ordered_map
 from kamui_dist.tokenizer import BytesTokenizer, train_bpe
+from tests import tiny
 from tests.corpora import (
     AUSTEN,
     all_bytes,
@@ -416,11 +417,8 @@ def test_workers_end_with_their_parent(tmp_path, how):
     command = [sys.executable, "-m", "kamui_dist.cli", "prepare", tmp_path / "in", "--tokenizer", "bytes"]
     command += ["--val-fraction", "0", "--workers", "2", "--shard-tokens", "1M", "--out", tmp_path / "out"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob(".out.*.preparing/data/train/*.bin")):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.005)
+    there = ".out.*.preparing/data/train/*.bin"
+    tiny.wait_for(lambda: list(tmp_path.glob(there)), process, seconds=60, pause=0.005)
     children = [int(c) for c in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
     assert len(children) >= 2
     os.killpg(process.pid, how) if how == signal.SIGINT else process.send_signal(how)

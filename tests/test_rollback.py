@@ -183,8 +183,10 @@ def test_a_stop_sets_aside_what_was_saved_in_the_trouble(tmp_path: Path) -> None
     run_dir = tmp_path / "run"
     cfg = config(run_dir, tiny.write_data(tmp_path / "data", windows=512), watch__on_spike="warn")
     assert tiny.run(cfg) == 0
+    (run_dir / "checkpoints" / "best.json").write_text('{"step": 16, "val_loss": 1.0}')
     trouble = dataclasses.replace(finding(22, since=15), action="stop")
     rollback.condemn(run_dir, [trouble])
+    assert not (run_dir / "checkpoints" / "best.json").exists(), "the best is among them"
     assert tiny.steps_saved(run_dir) == [4, 8, 12]
     reason = run_dir / "checkpoints" / "quarantine" / "step-00000016" / "reason.txt"
     assert "saved after the trouble of step 15 had begun" in reason.read_text()

@@ -373,11 +373,7 @@ def test_other_commands_end_in_order(tmp_path: Path, number: signal.Signals) -> 
         [sys.executable, "-m", "kamui_dist.cli", "prepare", "text", "--tokenizer", "bytes", "--out", "out", "--workers", "1"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
     )  # fmt: skip
-    end = time.monotonic() + 60
-    while not [p for p in tmp_path.glob(".*/**/*") if p.is_file()]:
-        assert process.poll() is None
-        assert time.monotonic() < end
-        time.sleep(0.005)
+    tiny.wait_for(lambda: [p for p in tmp_path.glob(".*/**/*") if p.is_file()], process, seconds=60, pause=0.005)
     for _ in range(3):
         process.send_signal(number)
     told = process.communicate(timeout=30)[1]

@@ -258,11 +258,7 @@ def test_a_stop_before_there_is_a_run_directory(tmp_path: Path) -> None:
         env={**os.environ, "NPROC": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tmp_path}:{ROOT}"},
     )  # fmt: skip
     try:
-        end = time.monotonic() + 120
-        while not (tmp_path / "there").exists():
-            assert time.monotonic() < end
-            assert process.poll() is None
-            time.sleep(0.1)
+        tiny.wait_for((tmp_path / "there").exists, process)
         time.sleep(1.0)
         process.terminate()
         out = process.communicate(timeout=100)[0]

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -121,11 +120,7 @@ def test_a_stop_on_a_full_disk_is_told() -> None:
         with (disk / "log").open("wb") as log:
             process = subprocess.Popen(command(config), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
         try:
-            end = time.monotonic() + 120
-            while not ((disk / "run/metrics.jsonl").exists() and tiny.records(disk / "run")):
-                assert time.monotonic() < end
-                assert process.poll() is None
-                time.sleep(0.1)
+            tiny.wait_for(lambda: tiny.records(disk / "run"), process)
             fill(disk)
             process.send_signal(signal.SIGTERM)
             assert process.wait(120) == 1

@@ -6,8 +6,9 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,17 @@ def run_and_trace(cfg: Config, loader: type[Loader] = Tracing) -> tuple[int, lis
     with handlers() as stop:
         code = run(cfg, stop, loader)
     return code, Tracing.seen
+
+
+def wait_for(
+    there: Callable[[], Any], process: subprocess.Popen[Any], seconds: float = 120, pause: float = 0.1
+) -> None:
+    """Until `there()` is true, while `process` lives."""
+    end = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < end
+        assert process.poll() is None
+        time.sleep(pause)
 
 
 def records(run_dir: Path | str, kind: str = "step", *, timeless: bool = True) -> list[dict[str, Any]]:

@@ -22,8 +22,8 @@ def run_checkpoints(args: argparse.Namespace) -> int:
     `verified` (every byte was read and its SHA-256 compared), or what is wrong. Exit code 1 if a checkpoint is damaged;
     those in quarantine are listed, and do not count: training has moved them aside and gone on without them."""
     from kamui_dist import retention
+    from kamui_dist.history import read_records
     from kamui_dist.manifest import step_directories
-    from kamui_dist.metrics import read_records
 
     directory = _checkpoints(args.run)
     losses = {r["step"]: r.get("val_loss") for r in read_records(directory.parent / "metrics.jsonl") if _deciding(r)}

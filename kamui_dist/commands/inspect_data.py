@@ -67,7 +67,7 @@ def run_data(args: argparse.Namespace) -> int:
 
 def _starts(run_dir: Path) -> list[dict[str, int]]:
     """The records of a run's starts that say which sample each began at; none of a run that has not begun."""
-    from kamui_dist.metrics import read_records
+    from kamui_dist.history import read_records
 
     found = read_records(run_dir / "metrics.jsonl")
     return [r for r in found if r["kind"] in ("start", "resume") and "samples" in r and "global_batch" in r]

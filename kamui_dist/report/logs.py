@@ -18,7 +18,7 @@ from kamui_dist import config
 from kamui_dist.config import Config
 from kamui_dist.errors import UserError
 from kamui_dist.findings import ACTIONS, Finding
-from kamui_dist.plan import make_plan
+from kamui_dist.plan import make_plan, watch_facts
 from kamui_dist.report import foreign
 from kamui_dist.report.lines import lines
 from kamui_dist.watch import Facts
@@ -94,23 +94,20 @@ def named(runs: list[Run]) -> list[Run]:
 
 
 def facts(run: Run) -> Facts:
-    """What the run's own watch was told (start.watch_facts); for a log without a config nothing."""
+    """What the run's own watch was told; for a log without a config nothing, for one that was changed since what still holds."""
     cfg = run.config
     starts = [r for r in run.records if r["kind"] in ATTEMPTS]
     if cfg is None or not starts:
         return Facts()
     first, last = starts[0], starts[-1]
-    done = (last["step"], last.get("samples") or 0, last.get("tokens") or 0)
-    windows = last.get("global_batch") if cfg.train.overfit_one_batch else _windows(run, cfg)
-    fresh = first["kind"] == "start" and cfg.checkpoint.init_from is None and cfg.model.factory is None
-    known = Facts(vocab_size=cfg.model.vocab_size, lr=cfg.optim.lr, grad_clip=cfg.optim.grad_clip, windows=windows,
-                  global_batch=last.get("global_batch"), fresh=fresh, ranks=last.get("world_size"))  # fmt: skip
+    done, windows = (last["step"], last.get("samples") or 0, last.get("tokens") or 0), _windows(run, cfg)
+    fresh = first["kind"] == "start" and cfg.checkpoint.init_from is None
     try:
-        plan = make_plan(cfg, int(last.get("world_size") or 1), windows, done)
-    except UserError:  # changed by hand since it ran
-        return known
-    decay = plan.decay_steps if cfg.schedule.kind == "wsd" else 0
-    return replace(known, steps=plan.steps, warmup=plan.warmup_steps, decay_from=plan.steps - decay if decay else None)
+        return watch_facts(cfg, make_plan(cfg, int(last.get("world_size") or 1), windows, done), fresh)
+    except UserError:
+        return Facts(vocab_size=cfg.model.vocab_size, lr=cfg.optim.lr, grad_clip=cfg.optim.grad_clip, windows=windows,
+                     global_batch=last.get("global_batch"), fresh=fresh and cfg.model.factory is None,
+                     ranks=last.get("world_size"))  # fmt: skip
 
 
 def _windows(run: Run, cfg: Config) -> int | None:
