@@ -19,7 +19,8 @@ from kamui_dist import cli, config, knobs, plan
 from kamui_dist.commands import diagnose
 from kamui_dist.errors import UserError
 from kamui_dist.findings import Finding
-from kamui_dist.report import foreign, found, logs, names
+from kamui_dist.metrics import Metrics
+from kamui_dist.report import foreign, found, logs, names, summary
 from kamui_dist.shards import TokenDataset
 from tests import made_runs, tiny
 
@@ -143,6 +144,22 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:
     run = logs.read_run(path)
     assert len(run.records) == len(whole) - 1
     assert run.notes == ["3 damaged lines of metrics.jsonl are left out"], "the torn last line is what a crash leaves"
+
+
+def test_records_that_are_not_for_the_report_are_no_damage(tmp_path: Path) -> None:
+    """Every kind that the trainer writes, and those that a later version may."""
+    path = made_runs.write(tmp_path / "run", made_runs.records())
+    metrics = Metrics(path, True, 10, 100, tensorboard=False, resumed=1 << 40)
+    metrics.sample(8, "It is", " a truth")
+    metrics.write("of-tomorrow", step=9)
+    metrics.close()
+    run = logs.read_run(path)
+    assert run.notes == []
+    assert [r["kind"] for r in run.records[-2:]] == ["sample", "of-tomorrow"]
+    assert summary.text(path)
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step", "step": "x"}\n')
+    assert logs.read_run(path).notes == ["1 damaged line of metrics.jsonl is left out"]
 
 
 def test_pages_and_pictures_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from kamui_dist.errors import UserError
 from kamui_dist.findings import ACTIONS, Finding
 from kamui_dist.plan import make_plan, watch_facts
 from kamui_dist.report import foreign
+from kamui_dist.report.axes import counted
 from kamui_dist.report.lines import lines
 from kamui_dist.watch import Facts
 
@@ -64,7 +65,8 @@ def read_run(path: Path, columns: dict[str, str] | None = None, patterns: list[s
         raise UserError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not records:
         raise UserError(f"{file} has no records")
-    notes = [f"{broken} damaged lines of {file.name} are left out"] if broken else []
+    damage = f"{counted(broken, 'damaged line')} of {file.name} {'is' if broken == 1 else 'are'} left out"
+    notes = [damage] if broken else []
     directory = file.parent
     cfg, table = None, {}
     if (directory / "config.toml").is_file():
@@ -147,7 +149,8 @@ def _records(file: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _sound(record: Any) -> bool:
-    if not (isinstance(record, dict) and record.get("kind") in KINDS and type(record.get("step")) is int):
+    """A record of a kind that is not for us (a sample, one of a later version) is no damage."""
+    if not (isinstance(record, dict) and isinstance(record.get("kind"), str) and type(record.get("step")) is int):
         return False
     return record["step"] >= 0 and all(_is_number(record[name]) for name in _NUMBERS if name in record)
 
