@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
 
 from kamui_dist import job
-from kamui_dist.files import sync_directory, write_json
+from kamui_dist.files import sync_directory
 
 SPARE = ".status.spare"
 _SPARE_BYTES = 4096
@@ -23,10 +24,10 @@ _STARTED = time.time()
 
 
 def reserve(run_dir: Path) -> None:
-    """Makes the spare file, and removes what a killed process has left of one. Raises OSError if there is no room."""
-    (run_dir / SPARE).write_bytes(bytes(_SPARE_BYTES))
-    for path in run_dir.glob(".status.json.*"):
+    """Makes the spare file, and removes what killed processes have left. Raises OSError if there is no room."""
+    for path in [*run_dir.glob(".status.json.*"), *run_dir.glob(f"{SPARE}.*")]:
         path.unlink(missing_ok=True)
+    _make_spare(run_dir)
 
 
 def write(run_dir: Path, outcome: str, step: int, reason: str, exit_code: int | None, requeue: bool) -> None:
@@ -35,20 +36,33 @@ def write(run_dir: Path, outcome: str, step: int, reason: str, exit_code: int | 
         "outcome": outcome, "step": step, "reason": reason, "requeue": requeue, "exit_code": exit_code, "pid": os.getpid(),
         "restarts": job.restarts(),
     }  # fmt: skip
-    mine = run_dir / f".status.json.{os.getpid()}"
-    try:
+    mine = run_dir / f".status.json.{_me()}"
+    with contextlib.suppress(FileNotFoundError):
         (run_dir / SPARE).rename(mine)  # one rank alone gets it
-    except FileNotFoundError:
-        write_json(run_dir / "status.json", status)
-    else:
-        with mine.open("r+", encoding="utf-8") as file:
-            file.write(json.dumps(status, indent=2, allow_nan=False) + "\n")
-            file.truncate()
-            os.fsync(file.fileno())
-        mine.rename(run_dir / "status.json")
-        sync_directory(run_dir)
+    with open(mine, "r+b" if mine.exists() else "wb") as file:  # noqa: PTH123
+        file.write((json.dumps(status, indent=2, allow_nan=False) + "\n").encode())
+        file.truncate()
+        file.flush()
+        os.fsync(file.fileno())
+    mine.rename(run_dir / "status.json")
+    sync_directory(run_dir)
     with contextlib.suppress(OSError):  # on a full disk there is room for it just now: what the old status had
-        (run_dir / SPARE).write_bytes(bytes(_SPARE_BYTES))
+        _make_spare(run_dir)
+
+
+def _make_spare(run_dir: Path) -> None:
+    """Under a name of its own at first: a spare that another rank could take while it is written would be written into its status."""
+    mine = run_dir / f"{SPARE}.{_me()}"
+    try:
+        mine.write_bytes(bytes(_SPARE_BYTES))
+        mine.rename(run_dir / SPARE)
+    except OSError:
+        mine.unlink(missing_ok=True)
+        raise
+
+
+def _me() -> str:
+    return f"{socket.gethostname()}.{os.getpid()}"  # ranks of two nodes may have the same pid
 
 
 def told(run_dir: Path) -> bool:

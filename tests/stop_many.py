@@ -61,8 +61,8 @@ def many(base: Path, data: Path, times: int, seed: int) -> list[tuple[int, int, 
     ]
 
 
-def check(base: Path, results: list[list[tuple[int, int, float]]]) -> list[str]:
-    """A line for each stop; raises AssertionError if a promise was broken."""
+def check(base: Path, results: list[list[tuple[int, int, float]]], *, timed: bool) -> list[str]:
+    """A line for each stop; raises AssertionError if a promise was broken (those on time only if `timed`)."""
     run, lines, step = base / "run", [], 0
     records = read_records(run / "metrics.jsonl")
     starts = [r["step"] for r in records if r["kind"] in ("start", "resume")]
@@ -79,7 +79,7 @@ def check(base: Path, results: list[list[tuple[int, int, float]]]) -> list[str]:
         lines.append(
             f"stop {number + 1}: step {step} on all ranks, {took:.3f} s (slowest step + this save: {bound:.3f} s)"
         )
-        assert took < 2 * bound + 1, lines[-1]
+        assert not timed or took < 2 * bound + 1, lines[-1]
     assert [r["step"] for r in records if r["kind"] == "step"] == list(range(1, step + 1))
     assert tiny.steps_saved(run)[-1] == step
     return lines
@@ -95,7 +95,7 @@ def main() -> int:
         base = Path(directory)
         data = tiny.write_data(base / "data", windows=4096)
         results = run_ranks(many, args.ranks, base, data, args.times, args.seed, timeout=60 + 20 * args.times)
-        lines = check(base, results)
+        lines = check(base, results, timed=True)
     print("\n".join(lines))
     print(f"{len(lines)} of {args.times} stops: the same step on all ranks, with a checkpoint")
     return EXIT_FINISHED

@@ -33,7 +33,8 @@ def test_the_same_with_and_without_the_spare(tmp_path: Path) -> None:
             tmp_path, "failed", step, "é" * 3000 if step == 1 else "x", 1, True
         )  # longer than the spare, then shorter
         assert read(tmp_path)["step"] == status.step(tmp_path) == step
-    (tmp_path / ".status.json.99").touch()  # of a killed process
+    for left in (".status.json.host.99", f"{status.SPARE}.host.99"):
+        (tmp_path / left).touch()  # by a killed process
     status.reserve(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == [status.SPARE, "status.json"]
 
@@ -68,6 +69,19 @@ def test_several_ranks_at_once(tmp_path: Path) -> None:
     for rank in ranks:
         rank.join()
         assert rank.exitcode == 0
+
+
+def test_a_spare_in_the_making_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(path: Path, data: bytes) -> int:
+        with path.open("wb") as file:
+            monkeypatch.undo()
+            status.write(tmp_path, "failed", 2, "another rank", 1, True)
+            return file.write(data)
+
+    status.write(tmp_path, "running", 0, "", None, False)
+    monkeypatch.setattr(Path, "write_bytes", slowly)
+    status.write(tmp_path, "failed", 1, "this rank", 1, True)
+    assert read(tmp_path)["step"] == 2
 
 
 def test_a_full_disk_takes_it(tmp_path: Path) -> None:
