@@ -11,20 +11,26 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
+
+HEAVY = ["numpy", "torch", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
-    """`fn(*args)` in `world_size` spawned processes; returns the result of each rank, in rank order.
+    """`fn(*args)` in `world_size` processes; returns the result of each rank, in rank order.
 
-    `fn` is a module-level function; `args` and results are picklable. Every rank has joined the process group (none for
-    world_size 1, which still gets a process of its own) and leaves it afterwards.
+    The processes are forks of one that has imported torch and done nothing else (that import is most of what a small test
+    takes): as fresh as spawned ones, with the environment and working directory of now. `fn` is a module-level function; `args`
+    and results are picklable. Every rank has joined the process group (none for world_size 1, which still gets a process of its
+    own) and leaves it afterwards.
 
     Raises AssertionError with the traceback text of every rank that failed, or if `timeout` seconds pass. Ranks that
     wait for a failed peer are killed after a short grace, in which they may report too; no process is left behind.
     """
-    context = multiprocessing.get_context("spawn")
-    port = _free_port()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(HEAVY)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     pipes: list[Connection] = []
     children: list[Any] = []
     results: dict[int, Any] = {}
@@ -33,7 +39,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     try:
         for rank in range(world_size):
             receive, send = context.Pipe(duplex=False)
-            child = context.Process(target=_child, args=(send, rank, world_size, port, fn, args), daemon=True)
+            ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+            place = str(Path.cwd()), {**os.environ, **ranks, **meeting, "OMP_NUM_THREADS": "1"}
+            child = context.Process(target=_child, args=(send, place, fn, args), daemon=True)
             child.start()
             send.close()  # so that a dead child reads as end of file here
             pipes.append(receive)
@@ -77,11 +85,10 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _child(
-    send: Connection, rank: int, world_size: int, port: int, fn: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), OMP_NUM_THREADS="1")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def _child(send: Connection, place: tuple[str, dict[str, str]], fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.chdir(place[0])
+    os.environ.clear()
+    os.environ.update(place[1])
     try:
         import torch
 
