@@ -2,14 +2,13 @@
 
     checkpoints/step-00001000/   complete: the manifest was written and everything synced before the name appeared
     checkpoints/.tmp-*           unfinished, removed at the next start
-    checkpoints/quarantine/      damaged ones, each with a reason.txt; nothing is deleted for being damaged
+    checkpoints/quarantine/      damaged ones and those that a rollback condemned, each with a reason.txt; nothing is deleted for it
 
 manifest.py knows the format, storage.py moves the bytes, tensors.py names what is saved; this file is the policy.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from kamui_dist import distributed
 from kamui_dist.errors import UserError
+from kamui_dist.files import sync_directory
 from kamui_dist.manifest import (
     DTYPES,
     Checkpoint,
@@ -29,9 +29,7 @@ from kamui_dist.manifest import (
     open_checkpoint,
     remove,
     step_directories,
-    sync_directory,
     verify,
-    write_atomically,
 )
 from kamui_dist.retention import best_step, prune
 from kamui_dist.storage import SafetensorsReader, SafetensorsWriter, load_tensors, save_tensors
@@ -53,7 +51,6 @@ __all__ = [
     "step_directories",
     "training_tensors",
     "verify",
-    "write_json",
 ]
 
 
@@ -128,7 +125,7 @@ def newest(directory: Path) -> Checkpoint | None:
                     raise UserError(f"{seen[0]}; but rank 0 finds it intact: is this directory shared by all nodes?")
         if damage is None:
             return checkpoint
-        _on_main(set_aside, path, damage, steps[-1][0] if steps else None)
+        _on_main(_quarantine, path, damage, steps[-1][0] if steps else None)
     quarantine = directory.absolute() / "quarantine"
     if _on_main(lambda: sorted(quarantine.glob("step-*"))):
         refused = UserError(
@@ -167,16 +164,22 @@ def _tidy(directory: Path) -> list[tuple[int, Path]]:
     return step_directories(directory)
 
 
-def set_aside(path: Path, damage: str, lower: int | None) -> None:
-    """Moves a checkpoint into quarantine. `damage`: why. `lower`: the step that is tried in its place. Rank 0."""
+def set_aside(path: Path, why: str) -> Path:
+    """Moves a checkpoint into quarantine, with the reason; returns where it is now. Rank 0."""
     parent = path.parent / "quarantine"
     parent.mkdir(exist_ok=True)
     target, number = parent / path.name, 1
     while target.exists():
         target, number = parent / f"{path.name}-{number}", number + 1
     path.rename(target)
-    (target / "reason.txt").write_text(damage + "\n")
+    (target / "reason.txt").write_text(why + "\n")
     sync_directory(path.parent)
+    return target
+
+
+def _quarantine(path: Path, damage: str, lower: int | None) -> None:
+    """Sets a damaged checkpoint aside, and says what it costs. lower: the step that is tried in its place."""
+    target = set_aside(path, damage)
     lost = int(path.name.removeprefix("step-")) - (lower or 0)
     then = f"trying step {lower}, {lost} steps earlier" if lower is not None else "there is no older one"
     print(f"warning: {damage}; {path.name} was moved to {target}; {then}", file=sys.stderr, flush=True)
@@ -224,8 +227,3 @@ def _mismatch(checkpoint: Checkpoint, tensors: dict[str, Tensor], ignore: tuple[
         return None
     more = [f"... and {len(faults) - 10} more"] if len(faults) > 10 else []
     return UserError("\n".join([f"{checkpoint.path} does not fit the model or optimizer:", *faults[:10], *more]))
-
-
-def write_json(path: Path, obj: Any) -> None:
-    """Replaces `path` at once by `obj` as JSON: temporary file, fsync, rename; not writable for group and others."""
-    write_atomically(path, (json.dumps(obj, indent=1) + "\n").encode())

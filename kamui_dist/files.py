@@ -13,14 +13,19 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces `path` by `text` in one step; after a crash the old content or the new one is there, never a part."""
+    """Replaces `path` by `text` in one step; after a crash the old content or the new one is there, never a part. Not writable for
+    group and others."""
     beside = path.with_name(f".{path.name}.tmp")
-    with beside.open("w", encoding="utf-8") as file:
+    with open(beside, "w", encoding="utf-8", opener=_for_all_to_read) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     beside.rename(path)
     sync_directory(path.parent)
+
+
+def _for_all_to_read(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o644)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -252,7 +252,9 @@ class Watch(Section):
     slow_rank_factor: Float = knob(1.3, "a rank's own time above this many times the median rank's is slow", gt=1)
     throughput_drop: Float = knob(0.3, "tokens per second below its best window by more than this share", gt=0, lt=1)
     memory_growth: Float = knob(0.1, "memory that creeps up by more than this share of itself", gt=0)
-    on_spike: Action = knob("warn", "off, note, warn, skip (the update), rollback (to the last good checkpoint), stop")
+    on_spike: Action = knob(
+        "warn", "off, note, warn, skip (the update, at most 5 in a row), rollback (to the last good checkpoint), stop"
+    )
     on_non_finite: Action = knob("stop", "after max_skipped in a row; a single non-finite update is always skipped")
     on_divergence: Action = knob("warn", "as on_spike")
     on_plateau: Action = knob("note", "as on_spike")

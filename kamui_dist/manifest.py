@@ -24,8 +24,6 @@ from typing import Any
 
 import torch
 
-from kamui_dist.files import sync_directory
-
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "kamui_dist checkpoint", 1
 DTYPES = {  # safetensors' names
@@ -230,19 +228,6 @@ def check_files(path: Path, files: dict[str, dict[str, Any]]) -> None:
                 raise CheckpointError(f"{path / name} has {size} bytes, the manifest says {expected['bytes']}")
             if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
                 raise CheckpointError(f"{path / name} is damaged: its SHA-256 is not the manifest's")
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """`path` holds all of `data` or what it held before, also after a crash; not writable for group and others."""
-    temporary = path.with_name(f".tmp-{path.name}")
-    temporary.unlink(missing_ok=True)
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    with os.fdopen(fd, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_directory(path.parent)
 
 
 def remove(path: Path) -> None:

@@ -119,18 +119,24 @@ def settle(run_dir: Path, state: State, ordered: list[dict[str, Any]]) -> list[t
     return gaps(state.rollbacks)
 
 
-def lines(rollbacks: list[dict[str, Any]]) -> list[str]:
-    """For the banner: what is in force."""
+def lines(rollbacks: list[dict[str, Any]], known: int) -> list[str]:
+    """For the banner: what is in force, and what is new of it to a checkpoint that knows the first `known` of them."""
     if not rollbacks:
         return []
     left_out = sum(end - first for first, end in gaps(rollbacks))
     factor = math.prod(r["lr_factor"] for r in rollbacks)
     lr = f", and the learning rate is x {factor:g}" if factor != 1 else ""
     last = rollbacks[-1]
-    return [
+    told = [
         f"rolled back {len(rollbacks)} x, the last time from step {last['trigger_step']} to {last['step']} ({last['kind']}): "
         f"{left_out} windows are left out{lr}"
     ]
+    for r in rollbacks[known:]:
+        lr = f"the learning rate is x {r['lr_factor']:g}" if r["lr_factor"] != 1 else "the learning rate stays"
+        lr += f", and comes back in {r['warmup']} steps" if r["warmup"] else ""
+        first, end = r["gap"]
+        told.append(f"changed since, by a rollback: windows {first} to {end - 1} of the data order are left out; {lr}")
+    return told
 
 
 def condemn(run_dir: Path, findings: list[Finding]) -> None:
@@ -168,7 +174,8 @@ def _take_out(directory: Path, gone: set[int], good: int, why: str) -> None:
     """Sets aside the checkpoints of the steps `gone`; if the best is among them, the one that was best at step `good` is again."""
     steps = dict(checkpoint.step_directories(directory))
     for step in sorted(gone):
-        checkpoint.set_aside(steps[step], why, good)
+        target = checkpoint.set_aside(steps[step], why)
+        print(f"note: {target.name} was moved to {target} ({why}); the run goes on from step {good}", flush=True)
     if checkpoint.best_step(directory) in gone:
         state = checkpoint.open_checkpoint(steps[good]).state["state"] if good in steps else {}
         if (best := state.get("best_step")) in steps.keys() - gone:

@@ -16,6 +16,11 @@ FAST = 16  # steps in the fast average, which is a median: one spike does not mo
 PARTS = 8  # means that a plateau is judged by
 MEMORISED = 0.1  # nats; below it there is nothing left to learn
 LATE = 0.5  # a learning rate below this share of its peak is not high any more
+CHANCE = 3.5  # standard deviations; the lowest of 30 means is 2 below their middle
+TOO_HIGH = (
+    "a learning rate too high to settle, or data that have become harder.",
+    "lower optim.lr, by 3 to 10 times, and lengthen schedule.warmup.",
+)
 MARGIN = 0.01  # a validation loss above the best by this share of it is worse, not noise
 
 
@@ -134,7 +139,9 @@ class Plateau(Rule):
     """A straight line through the means of 8 parts of `span` steps falls by less than plateau_nats, one standard error included,
     which has to be smaller than that itself: noise that could hide an improvement keeps the rule silent. Over a span shorter
     than plateau_steps more is asked, by the root of the ratio, since a loss falls faster early and is noisier over fewer steps.
-    Only while the learning rate is at least half its peak, after warmup, and where there is something left to learn."""
+    Or the mean of these steps, and that of the last part, is above that of an earlier part by as much, and by more than chance: the
+    loss has been lower, be it in warmup, and does not come back. Only while the learning rate is at least half its peak, after
+    warmup, and where there is something left to learn."""
 
     cfg: knobs.Watch
     span: int
@@ -146,9 +153,13 @@ class Plateau(Rule):
     count: int = 0
     parts: deque[float] = field(default_factory=lambda: deque(maxlen=PARTS))
     highest: float = 0.0  # learning rate seen
+    block: list[float] = field(default_factory=list)  # of all steps, as long as a part: [first step, sum, number]
+    blocks: deque[list[float]] = field(default_factory=lambda: deque(maxlen=PARTS))  # [first step, mean] of the latest
+    low: list[float] | None = None  # [first step, mean] of the lowest before these
 
     def add(self, step: int, loss: float, lr: float | None) -> bool:
         """A healthy loss. Whether there is now something to judge."""
+        self._remember(step, loss)
         if lr is None or step <= self.warmup or (self.decay_from is not None and step > self.decay_from):
             return self._forget()
         self.highest = max(self.highest, lr)
@@ -162,17 +173,36 @@ class Plateau(Rule):
         self.begins, self.total, self.count = step + 1, 0.0, 0
         return len(self.parts) == PARTS
 
+    def _remember(self, step: int, loss: float) -> None:
+        first, total, count = self.block or (step, 0.0, 0)
+        self.block = [first, total + loss, count + 1]
+        if step - first + 1 >= max(1, self.span // PARTS):
+            if len(self.blocks) == PARTS and (self.low is None or self.blocks[0][1] < self.low[1]):
+                self.low = self.blocks[0]
+            self.blocks.append([first, self.block[1] / self.block[2]])
+            self.block = []
+
     def _forget(self) -> bool:
         self.begins, self.total, self.count = None, 0.0, 0
         self.parts.clear()
         return False
 
-    def sign(self, step: int, lr: float | None) -> Sign | None:
+    def sign(self, step: int, lr: float | None, noise: float) -> Sign | None:
+        """noise: standard deviation of a loss."""
+        if self.parts[-1] < MEMORISED:
+            return None
         fall, error = _fall(self.parts)
         asked = self.cfg.plateau_nats * max(1.0, (self.cfg.plateau_steps / self.span) ** 0.5)
-        if fall + error >= asked or error >= asked or self.parts[-1] < MEMORISED:
-            return None
+        now = math.fsum(self.parts) / len(self.parts)
         began = max(1, step - self.span)
+        chance = max(3 * error, CHANCE * noise / max(1, self.span // PARTS) ** 0.5)
+        if self.low is not None and min(now, self.parts[-1]) - self.low[1] > max(asked, chance):
+            return Sign(
+                f"the loss is {now:.4f} in the last {self.span} steps, with lr {lr or 0.0:.2e}; it was {self.low[1]:.4f} from step "
+                f"{self.low[0]} on, and has not come back to it.", began, *TOO_HIGH,
+            )  # fmt: skip
+        if fall + error >= asked or error >= asked:
+            return None
         return Sign(
             f"the loss fell by {fall:.4f} (+- {error:.4f}) nats in the last {self.span} steps, to {self.parts[-1]:.4f}, with "
             f"lr {lr or 0.0:.2e}; less than {asked:.4f} is a plateau.", began,

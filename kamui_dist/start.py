@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kamui_dist import checkpoint, distributed, history, job, mixture, parallel, resume_report, rollback, rundir
 from kamui_dist.checkpoint import Checkpoint
@@ -50,6 +50,45 @@ def build_model(cfg: Config) -> nn.Module:
             f"model.factory = {cfg.model.factory!r} returned parameters on the meta device and no init_parameter"
         )
     return model
+
+
+def expect_loss(cfg: Config, module: nn.Module) -> None:
+    """Looks at what the first forward pass with a gradient returns, and the first without one; then it is gone. Collective there,
+    as the pass itself. Raises UserError on all ranks for what is no loss of a model.factory."""
+    if cfg.model.factory is None:
+        return
+    waiting = {True, False}
+
+    def look(_module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], returned: Any) -> None:
+        trains = torch.is_grad_enabled()
+        if trains not in waiting or len(args) < 2 or args[1] is None:  # without targets logits are asked for
+            return
+        waiting.remove(trains)
+        if not waiting:
+            handle.remove()
+        shape = (len(args[0]),) if options.get("per_sequence") else ()
+        good = isinstance(returned, Tensor) and returned.shape == shape and (returned.requires_grad or not trains)
+        asked = f"the cross-entropy summed over the targets{' of each sequence' if shape else ''}, a tensor of shape {shape}"
+        when = "" if trains else " in eval mode"
+        distributed.raise_together(None if good else UserError(
+            f"model.factory = {cfg.model.factory!r}: forward(inputs, targets){when} returned {_in_words(returned)}; it must be "
+            f"{asked}{', with gradient' if trains else ''}"
+        ))  # fmt: skip
+
+    handle = module.register_forward_hook(look, with_kwargs=True)
+
+
+def _in_words(returned: Any) -> str:
+    """Type and shape, of a few things the same."""
+    if isinstance(returned, Tensor):
+        gradient = "" if returned.requires_grad or not torch.is_grad_enabled() else " without gradient"
+        return f"a tensor of shape {tuple(returned.shape)}{gradient}"
+    kind = type(returned).__name__
+    if isinstance(returned, Mapping):
+        return f"{kind} with {', '.join(map(str, returned))}"
+    if isinstance(returned, tuple | list):
+        return f"{kind} of {', '.join(map(_in_words, returned[:4]))}{', ...' if len(returned) > 4 else ''}"
+    return "None" if returned is None else kind
 
 
 def find_checkpoint(cfg: Config, run_dir: Path, data: TrainingData) -> Checkpoint | None:
@@ -200,11 +239,13 @@ def restore(
         if "noise" in found.state:  # an older checkpoint has none
             noise.load(found.state["noise"])
         saved_on = f"{found.state['strategy']}, {found.state['world_size']} process(es)"
+        known = len(found.state["state"].get("rollbacks", []))
+        others = [] if known < len(rollbacks) and not changed else resume_report.lines(changed)
         return "\n".join(
             [
                 f"resume from {found.path} (step {found.step}; saved by {saved_on})",
-                *rollback.lines(rollbacks),
-                *resume_report.lines(changed),
+                *rollback.lines(rollbacks, known),
+                *others,
             ]
         )
     if isinstance(weights, Checkpoint):

@@ -51,7 +51,7 @@ def write(run_dir: Path, outcome: str, step: int, reason: str, exit_code: int | 
 
 
 def _make_spare(run_dir: Path) -> None:
-    """Under a name of its own at first: a spare that another rank could take while it is written would be written into its status."""
+    """Under a name of its own at first: else another rank could take it while it is written, and write its status into it."""
     mine = run_dir / f"{SPARE}.{_me()}"
     try:
         mine.write_bytes(bytes(_SPARE_BYTES))

@@ -45,6 +45,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from kamui_dist.files import write_text
 from kamui_dist.manifest import (
     DTYPES,
     FORMAT,
@@ -56,7 +57,6 @@ from kamui_dist.manifest import (
     open_regular,
     parse_manifest,
     render,
-    write_atomically,
 )
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -232,7 +232,7 @@ class SafetensorsWriter(StorageWriter):
         manifest["sha256"] = hashlib.sha256(render(manifest)).hexdigest()
         # As it will be read: what JSON would change (a tuple, a number as key) differs here already.
         self.manifest = parse_manifest(render(manifest))
-        write_atomically(self.path / MANIFEST, render(manifest))
+        write_text(self.path / MANIFEST, render(manifest).decode())
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

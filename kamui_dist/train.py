@@ -20,6 +20,7 @@ from kamui_dist import command_line
 if __name__ == "__main__":
     # Before torch is imported, which takes seconds: signals are heard from here on, and a wrong config is answered at once.
     COMMAND = command_line.begin(sys.argv[1:])
+    gc.disable()  # importing makes no garbage, and looking for it takes a fifth of the time
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -80,6 +81,7 @@ def train(cfg: Config, stop: StopRequest) -> int:
     mesh = distributed.make_mesh(device, plan.replicate, plan.shard)
     model = parallel.parallelize(model, cfg, plan, mesh, device)
     module = parallel.unwrap(model)  # the same, without DDP's wrapper
+    start.expect_loss(cfg, module)
     optimizer = optim.build(module, cfg.optim)
     scaler = precision.LossScaler(enabled=cfg.run.precision == "fp16")
     watch = Watch(cfg.watch, watch_facts(cfg, plan, fresh=weights is None))
@@ -263,6 +265,7 @@ def train(cfg: Config, stop: StopRequest) -> int:
 def main() -> int:
     """`train`, with every way to end told: on stderr, in status.json, by the exit code."""
     cfg, stop = COMMAND
+    gc.freeze()  # what has been imported stays
     try:
         while (code := train(cfg, stop)) == rollback.AGAIN:
             gc.collect()  # the model of before

@@ -9,7 +9,9 @@ A loss is judged before it is added to any statistic; spikes and non-finite valu
 what they are called and what helps in findings.KINDS.
 
 A finding is told once: again only after it was gone, and not within a window of steps, which doubles with every time up to 8
-windows. Where its action is more than to tell, it is told whenever it begins, and for `skip` in every step that it concerns.
+windows. Where its action is more than to tell, it is told whenever it begins, and for `skip` in every step that it concerns, SKIPS
+times in a row. What lasts longer is no bad batch, and weights that stay as they are cannot end it: a warning says so, and updates
+go on.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ LEAST = 16  # steps in a window of a short run
 LEAST_SPAN = 64  # steps that a plateau takes at least
 LEAST_START = 100  # steps before a loss that has not moved says anything
 LONGEST_WAIT = 8  # windows between two findings of one kind
+SKIPS = 5  # updates that `skip` leaves out in a row, for a finding that lasts
 GRAVE = ("skip", "rollback", "stop")  # actions that do more than tell
 PACE = ("waits", "slow_rank", "throughput", "memory")  # rules on time and memory
 
@@ -46,7 +49,8 @@ class Watch:
     cfg: knobs.Watch
     facts: Facts
     skipped_in_a_row: int = 0
-    told: dict[str, list[int]] = field(default_factory=dict)  # kind -> [it lasts, step when it was told, steps to wait]
+    # kind -> [it lasts (with `skip`: for so many steps), step when it was told, steps to wait]
+    told: dict[str, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         cfg, facts, steps = self.cfg, self.facts, self.facts.steps or 1 << 60
@@ -112,7 +116,7 @@ class Watch:
                 found += self._tell("leak", step, sign)
         if self.plateau.add(step, loss, lr):
             fits = self.divergence.since is None and (self.learning.learned or vocab is None)
-            sign = self.plateau.sign(step, lr) if fits else None
+            sign = self.plateau.sign(step, lr, self.level.losses.noise()) if fits else None
             if sign and (dead := rules_start.without_gradient(self.learning.detail)):
                 sign = replace(sign, cause=f"{dead}: they are frozen or detached.", advice=rules_start.ZERO_GRADIENT[1])
             found += self._tell("plateau", step, sign)
@@ -166,15 +170,19 @@ class Watch:
         if action == "off":
             return []
         early = last is not None and step - last < wait and action not in GRAVE
-        if action != "skip" and (lasts or early):
+        more = ""
+        if action == "skip" and lasts >= SKIPS:
+            action, more = "warn", f" {SKIPS} updates were left out for it, and it lasts: from here on they are made."
+            if lasts > SKIPS:
+                return []
+        elif action != "skip" and (lasts or early):
             return []
         wait = wait if last is None else min(2 * wait, LONGEST_WAIT * self.cfg.window)
-        self.told[kind] = [1, step, wait]
+        self.told[kind] = [lasts + 1, step, wait]
         since = None if sign.since == step else sign.since
         known = KINDS[kind]
-        return [
-            Finding(kind, step, sign.message, sign.cause or known.cause, sign.advice or known.advice, action, since)
-        ]
+        cause, advice = sign.cause or known.cause, sign.advice or known.advice
+        return [Finding(kind, step, sign.message + more, cause, advice, action, since)]
 
     def _rules(self) -> dict[str, Rule]:
         return {name: rule for name, rule in vars(self).items() if isinstance(rule, Rule)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def main(status_json: str, is_new: str, torchrun_code: str, asked: str, node_ran
             "requeue": True,
             "exit_code": told,
         }
-        beside = path.with_name(".status.json.tmp")
+        beside = path.with_name(f".status.json.{socket.gethostname()}.{os.getpid()}")  # nobody else's
         try:
             beside.write_text(json.dumps(status, indent=2) + "\n", encoding="utf-8")
             beside.replace(path)

@@ -6,7 +6,7 @@ root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 "$root/launch/install.sh" dev
 cd "$root"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # the tests make processes enough
-tests() { .venv/bin/python -m pytest -n "${TEST_WORKERS:-2}" --dist loadfile "$@"; }
+tests() { .venv/bin/python -m pytest -n "${TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder "$@"; }
 if (($#)); then
   tests "$@"
 else

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import socket
 import sys
 import time
 from pathlib import Path
@@ -87,7 +89,7 @@ def read_status(path: Path) -> dict[str, Any]:
 def tell_death(path: Path, status: dict[str, Any], code: int) -> None:
     """All ranks have ended, and none lived to tell it."""
     died = {"outcome": "failed", "reason": "killed: no rank lived to tell why", "requeue": True, "exit_code": code or 1}
-    beside = path.with_name(".status.json.tmp")
+    beside = path.with_name(f".status.json.{socket.gethostname()}.{os.getpid()}")  # nobody else's
     try:
         beside.write_text(json.dumps(status | died, indent=2) + "\n", encoding="utf-8")
         beside.replace(path)

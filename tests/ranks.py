@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -14,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-HEAVY = ["numpy", "torch", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
+HEAVY = ["numpy", "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
@@ -94,6 +95,7 @@ def _child(send: Connection, place: tuple[str, dict[str, str]], fn: Callable[...
 
         from kamui_dist import distributed
 
+        gc.freeze()  # training collects garbage when it begins: what was imported takes 0.2 s each time
         torch.set_num_threads(1)
         distributed.start(torch.device("cpu"), timeout_minutes=1)
         result = fn(*args)

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from torch import nn
 
 from kamui_dist import cli, command_line, train
 from kamui_dist.config import to_toml
+from kamui_dist.errors import UserError
 from tests import tiny
+from tests.ranks import run_ranks
 from tests.test_config import handlers  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).parent.parent
@@ -281,6 +284,27 @@ def on_meta(cfg: Any) -> nn.Module:
     return nn.Linear(2, 2, device="meta")
 
 
+class Wrong(tiny.Trap):
+    """Its forward gives something else than the loss; with factory_args.mode only in this mode."""
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__(cfg)
+        self.gives, self.mode = cfg.factory_args["gives"], cfg.factory_args.get("mode")
+
+    def forward(self, x: Any, y: Any) -> Any:
+        loss = super().forward(x, y)
+        logits = self.head(self.layers[0](x))
+        if self.mode == ("eval" if self.training else "train"):
+            return loss
+        return {
+            "tuple": (loss, logits), "output": OrderedDict(loss=loss, logits=logits), "logits": logits, "float": loss.item(),
+            "detached": loss.detach(), "one": loss[None], "none": None, "loss": loss,
+        }[self.gives]  # fmt: skip
+
+
+wrong = Wrong
+
+
 HERE = "tests.test_bad_input"
 
 
@@ -303,6 +327,55 @@ HERE = "tests.test_bad_input"
 def test_factories(place: Place, arguments: list[str], parts: tuple[str, ...]) -> None:
     place.refused(*arguments, parts=("model.factory", *parts))
     nothing_made(place)
+
+
+@pytest.mark.parametrize(
+    ("gives", "parts"),
+    [
+        ("tuple", ("returned tuple of a tensor of shape (), a tensor of shape (4, 8, 65);",)),
+        ("output", ("returned OrderedDict with loss, logits;",)),
+        ("logits", ("returned a tensor of shape (4, 8, 65);",)),
+        ("one", ("returned a tensor of shape (1,);",)),
+        ("float", ("returned float;",)),
+        ("none", ("returned None;",)),
+        ("detached", ("returned a tensor of shape () without gradient;",)),
+    ],
+)
+def test_what_a_model_returns(place: Place, gives: str, parts: tuple[str, ...]) -> None:
+    """Known when it has returned it for the first time."""
+    wanted = ("cross-entropy summed over the targets, a tensor of shape (), with gradient", f"'{HERE}:wrong'")
+    arguments = (f"model.factory={HERE}:wrong", f"model.factory_args={{gives='{gives}'}}")
+    place.refused(*arguments, parts=("model.factory", *wanted, *parts))
+    status = tiny.status(place.run_dir)
+    assert (status["outcome"], status["step"], status["requeue"], status["exit_code"]) == ("failed", 0, False, 2)
+    assert place.start(arguments[0], "model.factory_args={gives='loss'}")[0] == 0, "put right, the same command goes on"
+
+
+def test_what_a_model_returns_in_eval_mode(place: Place) -> None:
+    """The look into the layers is the first to see it, or a validation."""
+    arguments = (f"model.factory={HERE}:wrong", "model.factory_args={gives='logits', mode='eval'}")
+    place.refused(*arguments, parts=("in eval mode returned a tensor of shape (1, 8, 65);",))
+    validates = (f"data.val_path={place.data}", "eval.every=1", "log.detail_every=0", f"run.dir={place.path}/b")
+    place.refused(*arguments, *validates, parts=("in eval mode returned a tensor of shape (4, 8, 65);",))
+
+
+def _returned(base: Path, data: Path) -> list[tuple[str, bool]]:
+    told = []
+    for name, mesh in (("ddp", {}), ("fsdp", {"parallel__shard": -1, "parallel__replicate": 1})):
+        for gives in ("tuple", "logits", "detached"):
+            changes = {"model__factory": f"{HERE}:wrong", "model__factory_args": {"gives": gives}, **mesh}
+            with pytest.raises(UserError) as caught:
+                tiny.run(tiny.config(base / f"{name}-{gives}", data, **changes))
+            told.append((str(caught.value), caught.value.agreed))
+    return told
+
+
+@pytest.mark.slow
+def test_what_a_model_returns_on_two_ranks(place: Place) -> None:
+    first, second = run_ranks(_returned, 2, place.path, place.data)
+    assert first == second, "nobody waits for the other"
+    assert len(first) == 6
+    assert all("model.factory" in text and agreed for text, agreed in first), first
 
 
 # ---- checkpoints

@@ -16,7 +16,7 @@ from tests import chaos
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # 204 s were measured at load 2 to 4; starting ranks takes most of it
 def test_a_dozen_faults_and_nothing_is_lost(tmp_path, capfd):
-    code = chaos.main(["--faults", "12", "--seed", "8", "--directory", str(tmp_path)])
+    code = chaos.main(["--faults", "12", "--seed", "8", "--steps", "90", "--directory", str(tmp_path)])
     told = capfd.readouterr().out
     assert code == 0, told
     assert "12 faults" in told

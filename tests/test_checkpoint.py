@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from kamui_dist import checkpoint, distributed, manifest
+from kamui_dist import checkpoint, distributed, files, manifest
 from kamui_dist.checkpoint import CheckpointError
 from kamui_dist.errors import UserError
 from tests.ranks import run_ranks
@@ -408,8 +408,8 @@ def test_prune_counts_numbers(tmp_path):
     checkpoint.save(tmp_path, 123456789, small(1), {})
     assert left()[-1] == 123456789
     assert not list(tmp_path.glob(".tmp-*"))
-    checkpoint.write_json(tmp_path / "best.json", {"step": 1})
-    checkpoint.write_json(tmp_path / "best.json", {"step": 5})
+    files.write_json(tmp_path / "best.json", {"step": 1})
+    files.write_json(tmp_path / "best.json", {"step": 5})
     assert json.loads((tmp_path / "best.json").read_text()) == {"step": 5}
     assert (tmp_path / "best.json").stat().st_mode & 0o022 == 0
 

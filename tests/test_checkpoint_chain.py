@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from kamui_dist import checkpoint, cli, distributed, health, parallel, retention
+from kamui_dist import checkpoint, cli, distributed, files, health, parallel, retention
 from kamui_dist.checkpoint import CheckpointError
 from kamui_dist.errors import EXIT_DIVERGED
 from kamui_dist.plan import Plan
@@ -30,6 +30,7 @@ from tests.test_checkpoint import limit_file_size, small
 
 pytestmark = pytest.mark.timeout(600)  # the ranks of `pair` make 130 saves
 ASYNC = {"checkpoint__async": True}
+ONE = {"model__n_layers": 1}  # half the tensors, half the time
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +139,14 @@ def on_two_ranks(base: Path, data: Path) -> dict[str, Any]:
         for kind, how in {"sync": {}, "async": ASYNC}.items():
             # I13: 30 saves back to back
             cfg = tiny.config(
-                base / f"{name}-{kind}", data, train__steps=30, checkpoint__every=1, optim__name="adamw", **mesh, **how
+                base / f"{name}-{kind}",
+                data,
+                train__steps=30,
+                checkpoint__every=1,
+                optim__name="adamw",
+                **ONE,
+                **mesh,
+                **how,
             )
             out[f"{name}-{kind}"] = tiny.run(cfg)
             # B29, I11: one rank cannot write while updates 4 and 5 are made
@@ -158,21 +166,24 @@ def on_two_ranks(base: Path, data: Path) -> dict[str, Any]:
                 train__steps=12,
                 checkpoint__every=2,
                 checkpoint__keep=2,
+                **ONE,
                 **mesh,
                 **how,
             )
             out[f"{name}-{kind}-failing"] = tiny.run(cfg, loader=loader)
     # the last save must succeed
-    cfg = tiny.config(base / "last", data, train__steps=4, checkpoint__every=2, **ASYNC)
+    cfg = tiny.config(base / "last", data, train__steps=4, checkpoint__every=2, **ONE, **ASYNC)
     with pytest.raises(CheckpointError, match=r"step 4 was not saved: rank 1: OSError.*File too large"):
         tiny.run(cfg, loader=tiny.acting(4, lambda: small_files(True), only_rank=1))
     small_files(False)
     # replicas that drifted apart, and weights that are not finite but that no loss shows (a token that never comes)
-    cfg = tiny.config(base / "drift", data, train__steps=6, checkpoint__every=1)
+    cfg = tiny.config(base / "drift", data, train__steps=6, checkpoint__every=1, **ONE)
     out["drift"] = tiny.run(
         cfg, loader=tiny.acting(4, lambda: touch_weight("blocks.0.mlp_norm.weight", 1.25), only_rank=1)
     )
-    cfg = tiny.config(base / "broken", data, train__steps=6, checkpoint__every=1, model__tie_embeddings=False, **ASYNC)
+    cfg = tiny.config(
+        base / "broken", data, train__steps=6, checkpoint__every=1, model__tie_embeddings=False, **ONE, **ASYNC
+    )
     out["names"] = [n for n, _ in parallel.unwrap(tiny.LAST_MODEL[0]).named_parameters()]
     out["broken"] = tiny.run(
         cfg, loader=tiny.acting(4, lambda: touch_weight("token_embedding.weight", float("nan")), only_rank=1)
@@ -277,6 +288,7 @@ def hybrid(base: Path, data: Path) -> int:
         parallel__shard=2,
         parallel__replicate=2,
         train__micro_batch=2,
+        **ONE,
     )
     return tiny.run(cfg, loader=tiny.acting(3, touch, only_rank=3))
 
@@ -336,7 +348,7 @@ def test_pinned_and_best_stay_damaged_ones_do_not_count(tmp_path, capsys):
     assert "it has 1, 2, 3, 4, 5, 6, 7" in capsys.readouterr().err
     os.truncate(directory / "step-00000007" / "rank-00000.safetensors", 9)
     (directory / "step-00000006" / "manifest.json").write_text("{}")
-    checkpoint.write_json(directory / "best.json", {"step": 3})
+    files.write_json(directory / "best.json", {"step": 3})
     assert retention.best_step(directory) == 3
     assert checkpoint.prune(directory, 1, 0, {3}) == [1, 4], "5 is the newest that is whole"
     assert [step for step, _ in checkpoint.step_directories(directory)] == [2, 3, 5, 6, 7]

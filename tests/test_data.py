@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kamui_dist import shuffle
+from kamui_dist import batches, shuffle
 from kamui_dist.data import (
     DEPTH,
     IGNORE,
@@ -32,6 +33,14 @@ from kamui_dist.prepare.shard_writer import ShardWriter, dtype_name
 from kamui_dist.shards import DTYPES, HEADER
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_blocks() -> Iterator[None]:
+    """The order is worked out in blocks; with short ones the borders between them are passed, and tiny epochs cost little."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batches, "_AHEAD", 32)
+        yield
 
 
 def write(directory: Path, ids, vocab_size: int = 257, shard_tokens: int = 1 << 30) -> TokenDataset:

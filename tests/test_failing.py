@@ -49,11 +49,17 @@ def key(finding: Any) -> tuple[Any, ...]:
     return f["kind"], f["step"], f.get("since"), f["action"], f["message"] if f["kind"] != "non-finite" else ""
 
 
+@pytest.fixture(scope="module")
+def spike(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its run directory: two tests look at it."""
+    return failing.train("spike", tmp_path_factory.mktemp("spike"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALONE)
-def test_a_failing_run_is_named_for_what_it_is(name: str, tmp_path: Path) -> None:
+def test_a_failing_run_is_named_for_what_it_is(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     run = RUNS[name]
-    run_dir = failing.train(name, tmp_path)
+    run_dir = request.getfixturevalue("spike") if name == "spike" else failing.train(name, tmp_path)
     found = told(run_dir)
     kinds = [f["kind"] for f in found]
     assert run.expected in kinds, found
@@ -96,9 +102,9 @@ def test_all_ranks_are_told_and_find_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_was_stopped_and_resumed_finds_what_one_that_was_not_finds(tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_and_resumed_finds_what_one_that_was_not_finds(spike: Path, tmp_path: Path) -> None:
     """Stopped in the middle of a spike; times differ from run to run and are not compared."""
-    whole = told(failing.train("spike", tmp_path / "whole"))
+    whole = told(spike)
     failing.train("spike", tmp_path / "twice", stop_at=101)
     again = told(failing.train("spike", tmp_path / "twice"))
     mine = [[key(f) for f in found if f["kind"] not in ANYWHERE] for found in (whole, again)]

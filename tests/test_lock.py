@@ -198,11 +198,17 @@ def test_a_double_submission_leaves_the_run_alone(tmp_path: Path) -> None:
         before = {
             name: (tmp_path / "run" / name).read_bytes() for name in ("status.json", "metrics.jsonl", "lock.json")
         }
-        for more in ([], ["--check"]):
-            second = subprocess.run([*command, *more], env=env, cwd=ROOT, capture_output=True, text=True)
-            assert second.returncode == 2, second.stderr
-            assert second.stderr.count("\n") == 1
-            assert f"in use by process {first.pid}" in second.stderr
+        seconds = [
+            subprocess.Popen(
+                [*command, *more], env=env, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            )
+            for more in ([], ["--check"])
+        ]
+        for second in seconds:
+            told = second.communicate(timeout=120)[1]
+            assert second.returncode == 2, told
+            assert told.count("\n") == 1
+            assert f"in use by process {first.pid}" in told
         assert unfinished.exists()
         assert before == {name: (tmp_path / "run" / name).read_bytes() for name in before}
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kamui_dist import distributed, mixture, shuffle
+from kamui_dist import batches, distributed, mixture, shuffle
 from kamui_dist.data import Loader
 from kamui_dist.errors import EXIT_STOPPED
 from kamui_dist.foreign import open_stream
@@ -28,6 +29,15 @@ from tests.test_data import write
 
 ROOT = Path(__file__).resolve().parent.parent
 WEIGHTS = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=9)
+AHEAD = 32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_blocks() -> Iterator[None]:
+    """The order is worked out in blocks; with short ones the borders between them are passed, and tiny epochs cost little."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batches, "_AHEAD", AHEAD)
+        yield
 
 
 def one_by_one(weights: list[float], n: int) -> list[tuple[int, int]]:
@@ -209,7 +219,7 @@ def traced(cfg: Any, loader: type[Loader] = TracingSources) -> tuple[int, list[A
 
 
 def on_ranks(jobs: list[tuple[Any, int | None]]) -> list[Any]:
-    torch.set_num_threads(1)
+    batches._AHEAD = AHEAD
     return [traced(cfg, TracingSources if at is None else stopping(at)) for cfg, at in jobs]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
+from tests.ranks import run_ranks
 from tests.slurm.cluster import until
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,15 +72,7 @@ def test_two_machines_train_as_one_does_and_stop_together(machines: tuple[str, s
         out = node.communicate(timeout=150)[0]
         assert node.returncode == 0, out
 
-    env = {k: v for k, v in os.environ.items() if k != "NPROC"} | {"NPROC": "2", "OMP_NUM_THREADS": "1"}
-    alone = subprocess.run(
-        [ROOT / "launch/local.sh", toml, f"run.dir={tmp_path}/alone"],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert alone.returncode == 0, alone.stderr
+    assert run_ranks(tiny.run, 2, tiny.config(tmp_path / "alone", data)) == [0, 0]
     assert tiny.same(tiny.weights(tmp_path / "run"), tiny.weights(tmp_path / "alone"))
 
     # One node is asked: both stop at the same step, and say so.

@@ -143,9 +143,45 @@ def test_killed_between_the_order_and_the_start(tmp_path: Path, data: Path, monk
     assert len(json.loads((tmp_path / "killed" / "rollbacks.json").read_text())) == 1
 
 
-def test_later_checkpoints_are_set_aside_and_come_back_for_nobody(tmp_path: Path, data: Path) -> None:
+def test_the_start_after_it_says_what_has_changed(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It does not go on bit by bit from its checkpoint; a resume of what was saved later does."""
+    changes: dict[str, Any] = {"watch__rollback_lr_factor": 0.5, "watch__rollback_warmup": 4}
+    assert tiny.run(config(tmp_path / "a", data, train__steps=20, **changes)) == 0
+    _, second = capsys.readouterr().out.split("rolled back 1 x")
+    told = "changed since, by a rollback: windows 208 to 239 of the data order are left out; the learning rate is x 0.5, and comes "
+    assert f"{told}back in 4 steps\n" in second
+    assert "nothing has changed" not in second
+    assert tiny.run(config(tmp_path / "a", data, **changes)) == 0
+    out = capsys.readouterr().out
+    assert "by a rollback" not in out
+    assert "changed since, harmless: train.steps 20 -> 24" in out
+
+
+def test_what_the_banner_says_of_rollbacks() -> None:
+    first = {"gap": [64, 96], "trigger_step": 6, "step": 4, "kind": "spike", "lr_factor": 1.0, "warmup": 0}
+    second = first | {"gap": [32, 48], "trigger_step": 3, "step": 2, "lr_factor": 0.5}
+    assert rollback.lines([], 0) == []
+    whole, *new = rollback.lines([first, second], 0)
+    assert whole.endswith("48 windows are left out, and the learning rate is x 0.5")
+    assert new == [
+        "changed since, by a rollback: windows 64 to 95 of the data order are left out; the learning rate stays",
+        "changed since, by a rollback: windows 32 to 47 of the data order are left out; the learning rate is x 0.5",
+    ]
+    assert rollback.lines([first, second], 1) == [whole, new[1]]
+    assert rollback.lines([first, second], 2) == [whole]
+
+
+def test_later_checkpoints_are_set_aside_and_come_back_for_nobody(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cfg = config(tmp_path / "a", data, watch__rollback_steps=6)
     assert tiny.run(cfg) == 0
+    out, err = capsys.readouterr()
+    assert "warning" not in err, "it is an order, and no damage"
+    [note] = [line for line in out.splitlines() if line.startswith("note: step-00000012 was moved to ")]
+    assert note.endswith("quarantine/step-00000012 (rolled back: spike at step 15); the run goes on from step 8")
     aside = tmp_path / "a" / "checkpoints" / "quarantine" / "step-00000012"
     assert "rolled back: spike at step 15" in (aside / "reason.txt").read_text()
     assert tiny.steps_saved(tmp_path / "a") == [4, 8, 12, 16, 20, 24]

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ class Faulty:
     """A torchrun of FAULTY on two ranks."""
 
     def __init__(self, base: Path, at: str, rank: int, what: str, **overrides: Any) -> None:
+        base.mkdir(exist_ok=True)
         self.run, self.log = base / "run", base / "log"
         data = tiny.write_data(base / "data")
         config = tiny.write_toml(base / "c.toml", tiny.config(self.run, data, **overrides))
@@ -110,14 +112,27 @@ def alive(pid: int) -> bool:
         return False
 
 
+DEATHS = [("import", 1, "kill"), ("init", 0, "kill"), ("init", 1, "raise"), ("meet", 1, "kill"), ("group", 1, "kill")]
+
+
+@pytest.fixture(scope="module")
+def deaths(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, str], tuple[Faulty, int, str]]:
+    """All of them, two at a time: much of each is waiting."""
+
+    def die(death: tuple[str, int, str]) -> tuple[Faulty, int, str]:
+        faulty = Faulty(tmp_path_factory.mktemp("death"), *death)
+        return faulty, *faulty.end()
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(DEATHS, pool.map(die, DEATHS), strict=True))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("at", "rank", "what"),
-    [("import", 1, "kill"), ("init", 0, "kill"), ("init", 1, "raise"), ("meet", 1, "kill"), ("group", 1, "kill")],
-)  # fmt: skip
-def test_a_rank_that_dies_ends_the_other(tmp_path: Path, at: str, rank: int, what: str) -> None:
-    faulty = Faulty(tmp_path, at, rank, what)
-    code, out = faulty.end()
+@pytest.mark.parametrize(("at", "rank", "what"), DEATHS)
+def test_a_rank_that_dies_ends_the_other(
+    deaths: dict[tuple[str, int, str], tuple[Faulty, int, str]], at: str, rank: int, what: str
+) -> None:
+    faulty, code, out = deaths[at, rank, what]
     assert code == 1
     other = 1 - rank
     by_guard = f"rank {other} ends in start-up: SIGTERM, and it waits in kamui_dist."
@@ -152,20 +167,21 @@ def test_a_launcher_that_dies_ends_the_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["late", "hold"])
-def test_a_request_while_all_live(tmp_path: Path, what: str) -> None:
+def test_a_request_while_all_live(tmp_path: Path) -> None:
     """To both, as in a preemption. A rank that is late is waited for; one that never comes is not, and nobody has died."""
-    faulty = Faulty(tmp_path, "group", 1, what)
-    for pid in faulty.pids():
-        os.kill(pid, signal.SIGTERM)
-    code, out = faulty.end()
-    early = "ends in start-up: SIGTERM" in out
-    assert early or (what, code) == ("late", 0), out
-    assert not early or "but the other ranks do not come" in out
-    status = tiny.status(faulty.run)
-    assert (status["outcome"], status["requeue"], status["exit_code"]) == ("stopped", True, EXIT_STOPPED)
-    assert (status["reason"], status["step"]) == ("SIGTERM", 0)
-    assert tiny.steps_saved(faulty.run) == []
+    started = {what: Faulty(tmp_path / what, "group", 1, what) for what in ("late", "hold")}
+    for faulty in started.values():
+        for pid in faulty.pids():
+            os.kill(pid, signal.SIGTERM)
+    for what, faulty in started.items():
+        code, out = faulty.end()
+        early = "ends in start-up: SIGTERM" in out
+        assert early or (what, code) == ("late", 0), out
+        assert not early or "but the other ranks do not come" in out
+        status = tiny.status(faulty.run)
+        assert (status["outcome"], status["requeue"], status["exit_code"]) == ("stopped", True, EXIT_STOPPED)
+        assert (status["reason"], status["step"]) == ("SIGTERM", 0)
+        assert tiny.steps_saved(faulty.run) == []
 
 
 @pytest.mark.slow
@@ -207,16 +223,18 @@ def test_a_mistake_and_a_divergence_are_not_tried_again(tmp_path: Path) -> None:
     data = tiny.write_data(tmp_path / "data", windows=128, sentinels=tuple(range(128)))
     trap: dict[str, Any] = {"model__factory": "tests.tiny:trap", "model__factory_args": {"trap": "nan"}}
     cfg = tiny.config(tmp_path / "run", data, train__steps=9, watch__max_skipped=2, **trap)
-    code, out = local(str(tiny.write_toml(tmp_path / "nan.toml", cfg)), MAX_RESTARTS="2")
+    diverges = [str(tiny.write_toml(tmp_path / "nan.toml", cfg))]
+    cfg = tiny.config(tmp_path / "other", tiny.write_data(tmp_path / "plain"), train__steps=2)
+    assert tiny.run(cfg) == 0
+    mistaken = [str(tiny.write_toml(tmp_path / "c.toml", cfg)), "--resume-strict", "train.steps=3", "optim.lr=0.05"]
+    with ThreadPoolExecutor(2) as pool:
+        (code, out), mistake = pool.map(lambda words: local(*words, MAX_RESTARTS="2"), (diverges, mistaken))
     assert code == EXIT_DIVERGED, out
     assert out.count("starts from") == 1, out
     assert "Traceback" not in out
     assert tiny.status(tmp_path / "run")["restarts"] == 0
 
-    cfg = tiny.config(tmp_path / "other", tiny.write_data(tmp_path / "plain"), train__steps=2)
-    assert tiny.run(cfg) == 0
-    words = [str(tiny.write_toml(tmp_path / "c.toml", cfg)), "--resume-strict", "train.steps=3", "optim.lr=0.05"]
-    code, out = local(*words, MAX_RESTARTS="2")
+    code, out = mistake
     assert code == EXIT_USER_ERROR, out
     assert out.count("optim.lr 0.1 -> 0.05") == 1, out
     status = tiny.status(tmp_path / "other")
@@ -339,20 +357,24 @@ MOVES = "for _ in range(22):\n" + "    time.sleep(0.013)\n" * 7  # not in time w
 
 @pytest.mark.slow
 def test_only_who_was_asked_and_stands_still_is_ended() -> None:
-    code, out = child(DEAF)
+    term, usr1 = signals.REASONS.index("SIGTERM"), signals.REASONS.index("SIGUSR1")
+    cases: list[tuple[Any, ...]] = [
+        (DEAF,), (DEAF, signal.SIGINT), (DEAF, None, "os.kill(os.getpid(), 15)"), (MOVES,), ("time.sleep(2)", None),
+        ("time.sleep(2)", signal.SIGUSR1), ("stop.poll(), stop.poll(), time.sleep(2)",), ("signals.ignore(), time.sleep(2)",),
+    ]  # fmt: skip
+    with ThreadPoolExecutor(4) as pool:
+        deaf, by_hand, early, moves, unasked, unkilled, begun, ended = pool.map(lambda case: child(*case), cases)
+    code, out = deaf
     assert code == 128 + signal.SIGTERM
     assert "rank 0 ends in start-up: SIGTERM, and it waits, but the other ranks do not come" in out
     assert "stopped SIGTERM 75 True" in out
-    assert "stopped SIGINT 75 False" in child(DEAF, signal.SIGINT)[1], "by hand: no requeue"
-    assert "stopped SIGTERM 75 True" in child(DEAF, None, "os.kill(os.getpid(), 15)")[1], "before there was a guard"
-    term = signals.REASONS.index("SIGTERM")
-    assert child(MOVES) == (0, f"went on {term}\n")
-    assert child("time.sleep(2)", None) == (0, "went on 0\n"), "nobody asked"
-    assert child("time.sleep(2)", signal.SIGUSR1) == (0, f"went on {signals.REASONS.index('SIGUSR1')}\n"), (
-        "nobody will kill"
-    )
-    assert child("stop.poll(), stop.poll(), time.sleep(2)") == (0, f"went on {term}\n"), "the loop has begun"
-    assert child("signals.ignore(), time.sleep(2)")[0] == 0, "it has ended"
+    assert "stopped SIGINT 75 False" in by_hand[1], "by hand: no requeue"
+    assert "stopped SIGTERM 75 True" in early[1], "before there was a guard"
+    assert moves == (0, f"went on {term}\n")
+    assert unasked == (0, "went on 0\n"), "nobody asked"
+    assert unkilled == (0, f"went on {usr1}\n"), "nobody will kill"
+    assert begun == (0, f"went on {term}\n"), "the loop has begun"
+    assert ended[0] == 0, "it has ended"
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ import pytest
 from kamui_dist import findings, knobs
 from kamui_dist.findings import KINDS, Finding
 from kamui_dist.rules import Window
-from kamui_dist.watch import Facts, Observation, Verdict, Watch, replay
+from kamui_dist.watch import SKIPS, Facts, Observation, Verdict, Watch, replay
 from tests import logs
 
 NOTHING = math.log(256)
@@ -144,6 +144,36 @@ def test_spikes_that_follow_each_other_are_one_story() -> None:
     assert actions == ["skip" if k % 10 < 3 else "" for k in range(200)], "every step of it is skipped"
 
 
+def test_skip_leaves_out_a_few_updates_in_a_row_and_goes_on() -> None:
+    """Weights that do not change cannot bring a loss down: it is another level, if the next batches have it too."""
+    for high in (3.4, 20.0):  # sharper, and by the tradition
+        w = watch(on_spike="skip")
+        sharp(w, 128)
+        told = [see(w, 2000 + k, high, 3.0) for k in range(20)]
+        assert [v.action for v in told] == ["skip"] * 5 + ["warn"] + [""] * 14
+        [last] = told[5].findings
+        assert (last.kind, last.step, last.since) == ("spike", 2005, 2000)
+        assert last.message.endswith("5 updates were left out for it, and it lasts: from here on they are made.")
+        # Once it was gone, it is skipped as ever.
+        see(w, 2020, 3.0, 1.0)
+        assert [see(w, 2021 + k, high, 3.0).action for k in range(6)] == ["skip"] * 5 + ["warn"]
+    # A resume in the middle counts on.
+    w = watch(on_spike="skip")
+    sharp(w, 128)
+    assert [see(w, 2000 + k, 20.0).action for k in range(3)] == ["skip"] * 3
+    again = watch(on_spike="skip")
+    again.load(json.loads(json.dumps(w.state())))
+    assert [see(again, 2003 + k, 20.0).action for k in range(4)] == ["skip", "skip", "warn", ""]
+    # So it is for whatever lasts.
+    w = watch(on_spike="off", on_divergence="skip")
+    actions = [w.observe(seen).action for seen in exploding(300, 30.0)]
+    assert actions.count("skip") == SKIPS
+
+
+def test_the_knob_says_how_many_are_skipped() -> None:
+    assert f"at most {SKIPS} in a row" in str(knobs.Watch.model_fields["on_spike"].description)
+
+
 def test_since_is_the_first_spike_of_a_row() -> None:
     w = watch(on_spike="skip")
     sharp(w, 128)
@@ -231,12 +261,13 @@ def test_a_bad_start_that_comes_down_is_no_divergence() -> None:
     assert "divergence" not in kinds(find(watch(), seen))
 
 
-def test_spikes_of_a_run_that_has_diverged_are_not_told_but_skipped_if_asked_for() -> None:
+def test_spikes_of_a_run_that_has_diverged_are_not_told_and_skipped_a_few_times_if_asked_for() -> None:
     found = find(watch(), exploding(300, 30.0))
     assert [k for k in kinds(found) if k != "clipping"] == ["spike", "divergence"]
     w = watch(on_spike="skip")
     actions = [w.observe(seen).action for seen in exploding(300, 30.0)]
-    assert actions[400:] == ["skip"] * len(actions[400:])
+    assert "skip" in actions[300:320]
+    assert "skip" not in actions[400:], "for ever would be a run that stands still"
 
 
 def test_divergence_happens_again_and_a_rollback_is_ordered_again() -> None:
@@ -276,6 +307,34 @@ def test_a_plateau() -> None:
 ], ids=["decayed", "noise", "memorised", "falls", "lr-zero"])  # fmt: skip
 def test_no_plateau(seen: Any) -> None:
     assert "plateau" not in kinds(find(watch(), seen))
+
+
+def settles(at: float, fall: float = 0.0) -> Iterable[Observation]:
+    """300 steps: in warmup down to 3.0, up again as the rate grows, then to `at`, where it falls by `fall` in 100 steps."""
+    dice = random.Random(6)
+    for step in range(1, 301):
+        loss = (
+            max(3.0, NOTHING - step / 12) if step < 60 else at + 0.15 * math.exp((60 - step) / 20) - fall * step / 100
+        )
+        yield Observation(step, loss + dice.gauss(0, 0.03), 0.4, 0.3 * min(1, step / 60))
+
+
+def test_a_loss_that_has_been_lower_and_does_not_come_back() -> None:
+    """A rate too high to settle: it falls all the time since warmup, so the line alone would say nothing."""
+    facts = replace(BYTES, steps=300, lr=0.3, warmup=60)
+    [finding] = find(watch(facts), settles(3.2, fall=0.05))
+    assert (finding.kind, finding.action, finding.since) == ("plateau", "note", finding.step - 64)
+    assert 60 + 64 <= finding.step <= 60 + 96
+    assert "the loss is 3.1538 in the last 64 steps, with lr 3.00e-01; it was 2.98" in finding.message
+    assert "from step 41 on, and has not come back to it" in finding.message
+    assert "too high to settle" in finding.cause
+    assert "lower optim.lr" in finding.advice
+    assert find(watch(facts), settles(3.0, fall=0.15)) == [], "it comes back"
+    assert find(watch(replace(facts, lr=3.0)), settles(3.2, fall=0.05)) == [], "the rate is low"
+    # Spikes, and data that were harder for a while, do not count.
+    w = watch(facts)
+    bump = [replace(falling(s), loss=falling(s).loss + (0.2 if 100 < s < 130 else 0.0), lr=0.3) for s in range(1, 301)]
+    assert find(w, bump) == []
 
 
 def test_plateaus_are_not_looked_for_in_warmup_and_decay() -> None:

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kamui_dist.commands.words import take_anywhere
 from kamui_dist.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "config", nargs="?", metavar="CONFIG", help="a TOML file (default: DDP over all processes, runs/check)"
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    take_anywhere(parser, "overrides", one="config")
     parser.add_argument(
         "--megabytes", type=int, metavar="N", help="size of messages and files (default: 64, on a CPU 8)"
     )

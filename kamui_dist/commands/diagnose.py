@@ -17,13 +17,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from kamui_dist import config, knobs
+from kamui_dist.commands.words import take_anywhere
 from kamui_dist.errors import UserError
 from kamui_dist.files import write_text
 from kamui_dist.findings import ACTIONS, Finding
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "runs", nargs="+", metavar="RUN", help="a run directory, its metrics.jsonl, or another trainer's log (CSV, JSONL, "
         "JSON, console lines; .gz); and watch.key=value for other thresholds than the run's own",
     )  # fmt: skip
-    _take_words_anywhere(parser)
+    take_anywhere(parser, "runs")
     parser.add_argument("--json", action="store_true", help="findings as JSON")
     parser.add_argument("--fail-on", choices=ACTIONS[1:], metavar="ACTION", help="exit 1 if a finding asks for this or more: "
                         + ", ".join(ACTIONS[1:]))  # fmt: skip
@@ -64,18 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     facts.add_argument("--lr", type=_positive, metavar="LR", help="highest learning rate")
     facts.add_argument("--steps", type=_whole, metavar="N", help="updates of the whole run")
-
-
-def _take_words_anywhere(parser: argparse.ArgumentParser) -> None:
-    """RUN and watch.key=value after options too: argparse takes the words of one place only, and calls the others unknown."""
-    parse = parser.parse_known_args
-
-    def anywhere(args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        found, unknown = parse(args, namespace)
-        found.runs += [word for word in unknown if not word.startswith("-")]
-        return found, [word for word in unknown if word.startswith("-")]
-
-    parser.parse_known_args = anywhere  # type: ignore[method-assign]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kamui_dist import config
+from kamui_dist.commands.words import take_anywhere
 from kamui_dist.errors import UserError
 from kamui_dist.plan import Plan, make_plan
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:  # imported where they are used, so that --help answers at onc
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a config file, or a run directory")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for training")
+    take_anywhere(parser, "overrides")
     parser.add_argument("--step", type=int, required=True, metavar="S", help="the update, from 1 on")
     parser.add_argument("--rank", type=int, metavar="R", help="only what this data-parallel rank reads")
     parser.add_argument("--world-size", type=int, metavar="N", help="number of ranks (default: of the run, else 1)")

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import kamui_dist
 from kamui_dist import config, jobs
+from kamui_dist.commands.words import take_anywhere
 from kamui_dist.errors import UserError
 from kamui_dist.files import write_text
 from kamui_dist.plan import make_plan
@@ -30,6 +31,7 @@ PROJECT = Path(kamui_dist.__file__).resolve().parents[1]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a TOML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for example optim.lr=3e-4")
+    take_anywhere(parser, "overrides")
     parser.add_argument("--nodes", type=_positive, required=True, metavar="N")
     parser.add_argument("--gpus-per-node", type=_positive, metavar="N", help="one process for each")
     parser.add_argument(
