@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Installs what the tests need and runs them; arguments go to pytest:   launch/test.sh -m 'not slow' -k schedule
-# Two processes share the files; TEST_WORKERS=0 is one, for a debugger.
+# Three processes share the files, since much of a test is waiting; TEST_WORKERS=0 is one, for a debugger.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 "$root/launch/install.sh" dev
 cd "$root"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # the tests make processes enough
-tests() { .venv/bin/python -m pytest -n "${TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder "$@"; }
+tests() { .venv/bin/python -m pytest -n "${TEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder "$@"; }
 if (($#)); then
   tests "$@"
 else
