@@ -230,6 +230,8 @@ RUNS = {
     "lr-over-1000": Run("optim.lr over 1000", "slow-learning", change={"optim__lr": 1e-5} | SHORT),
     "lr-x100": Run("optim.lr times 100: falls, then explodes", "divergence", ("spike", "large-norm"),
                    change={"optim__lr": 1.0, "train__steps": 130}),
+    "lr-x30": Run("optim.lr times 30: falls in warmup, and sits still above that", "plateau", ("spike", "large-norm"),
+                  change={"optim__lr": 0.3, "train__steps": 240}),
     "large-norm": Run("the gradient is a sum over 100 passes where a mean belongs", "large-norm",
                       change={"model__factory": here("summed")} | SHORTER),
     "clipping": Run("optim.grad_clip a tenth of what is usual", "clipping", change={"optim__grad_clip": 0.1} | SHORTER),

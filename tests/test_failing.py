@@ -23,7 +23,7 @@ ALONE = [name for name, run in RUNS.items() if run.ranks == 1 and run.expected]
 CAUSES = {
     "detached": "detached", "frozen": "frozen or detached", "lr-zero": "optim.lr is 0", "vanishing": "gradients vanish",
     "random-targets": "little to do with the inputs", "leak": "not causal", "unshifted-tied": "shifted",
-    "slow-rank": "",
+    "slow-rank": "", "lr-x30": "too high to settle",
 }  # fmt: skip
 
 
