@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,16 @@ from kamui_dist.batches import positions_of
 from kamui_dist.errors import UserError
 from kamui_dist.files import write_json
 from kamui_dist.findings import KINDS, Finding
+from kamui_dist.history import read_records
 from kamui_dist.knobs import Watch
 from kamui_dist.state import State
 
+SPOILS = (
+    "divergence",
+    "spike",
+    "non-finite",
+    "overfitting",
+)  # what a checkpoint saved meanwhile is no good place to go on from
 AGAIN = -1  # in place of an exit code: start again
 
 
@@ -139,10 +146,12 @@ def lines(rollbacks: list[dict[str, Any]], known: int) -> list[str]:
     return told
 
 
-def condemn(run_dir: Path, findings: list[Finding]) -> None:
-    """After a run has stopped for what had begun earlier: the checkpoints saved since are set aside, so that the same command
-    goes on from one of before. If there is none, all stay. Collective."""
-    since = min((f.since for f in findings if f.action in ("rollback", "stop") and f.since is not None), default=None)
+def condemn(run_dir: Path, state: State, findings: list[Finding]) -> None:
+    """After a run has stopped for what had begun earlier and spoils the weights: the checkpoints saved since are set aside, so
+    that the same command goes on from one of before, and `state` (of rank 0) knows the best of those. If there is none, all
+    stay. Collective."""
+    began = [f.since for f in findings if f.action in ("rollback", "stop") and f.kind in SPOILS and f.since is not None]
+    since = min(began, default=None)
     with distributed.together():
         if distributed.is_main() and since is not None:
             steps = [step for step, _ in checkpoint.step_directories(run_dir / "checkpoints")]
@@ -150,6 +159,9 @@ def condemn(run_dir: Path, findings: list[Finding]) -> None:
             if good is not None:
                 gone = {step for step in steps if step >= since}
                 _take_out(run_dir / "checkpoints", gone, good, f"saved after the trouble of step {since} had begun")
+                if state.best_step in gone:
+                    state.best_step = checkpoint.best_step(run_dir / "checkpoints")
+                    state.best_val_loss = None if state.best_step is None else _best_val_loss(run_dir)
 
 
 def obey(run_dir: Path) -> list[dict[str, Any]]:
@@ -182,6 +194,20 @@ def _take_out(directory: Path, gone: set[int], good: int, why: str) -> None:
             write_json(directory / "best.json", {"step": best, "val_loss": state["best_val_loss"]})
         else:
             (directory / "best.json").unlink()
+
+
+def _best_val_loss(run_dir: Path) -> float:
+    return float(json.loads((run_dir / "checkpoints" / "best.json").read_text(encoding="utf-8"))["val_loss"])
+
+
+def untold(run_dir: Path, state: State) -> list[Rollback]:
+    """On rank 0, at a start: the last rollback, if the run was killed between ordering and recording it; [] elsewhere."""
+    if not (distributed.is_main() and state.rollbacks):
+        return []
+    r = {"kind": "unknown", "message": "", **state.rollbacks[-1]}
+    last = Rollback(**{f.name: r[f.name] for f in fields(Rollback)} | {"gap": tuple(r["gap"])})
+    told = [r for r in read_records(run_dir / "metrics.jsonl") if r["kind"] == "rollback"]
+    return [] if any(r.get("gap") == list(last.gap) for r in told) else [last]
 
 
 def _why(error: Exception) -> str:

@@ -16,7 +16,8 @@ FAST = 16  # steps in the fast average, which is a median: one spike does not mo
 PARTS = 8  # means that a plateau is judged by
 MEMORISED = 0.1  # nats; below it there is nothing left to learn
 LATE = 0.5  # a learning rate below this share of its peak is not high any more
-CHANCE = 3.5  # standard deviations; the lowest of 30 means is 2 below their middle
+CHANCE = 2.5  # standard deviations that a mean may be above what is expected of it
+LOWEST_OF = 30  # means at least; the lowest of so many is 2 standard deviations below their middle
 TOO_HIGH = (
     "a learning rate too high to settle, or data that have become harder.",
     "lower optim.lr, by 3 to 10 times, and lengthen schedule.warmup.",
@@ -51,8 +52,10 @@ class Level(Rule):
     def judge(self, step: int, loss: float, norm: float | None, average: float) -> tuple[bool, Sign | None]:
         """Whether the loss, which is finite, is a spike by the tradition; and what is told of it."""
         factor, told = self.cfg.spike_factor, None
-        tradition = bool(len(self.losses)) and loss > factor * average
-        if tradition:
+        tradition = bool(len(self.losses)) and loss > factor * average > 0
+        if loss < MEMORISED:
+            pass  # a multiple of next to nothing
+        elif tradition:
             told = f"loss {loss:.4g} is more than {factor:g} x its average {average:.4g}."
         elif loss > average and not self.unasked:
             told = self._sharper(loss, norm)
@@ -98,6 +101,7 @@ class Divergence(Rule):
     count: int = 0
     noise: float = 0.0
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=FAST))
+    steps: deque[int] = field(default_factory=lambda: deque(maxlen=FAST))  # of `recent`
 
     def judge(self, step: int, loss: float, losses: Window, average: float) -> Sign | None:
         """`losses`, `average`: healthy ones, those before this step."""
@@ -111,6 +115,7 @@ class Divergence(Rule):
             self.best = loss
         self.count += 1
         self.recent.append(loss)
+        self.steps.append(step)
         if self.best is None or len(self.recent) < FAST // 2:
             return None
         limit = max(self.cfg.divergence_nats, 2 * self.noise) * (2 if step <= self.warmup else 1)
@@ -119,7 +124,10 @@ class Divergence(Rule):
             self.since = None
             return None
         if self.since is None:
-            self.since = max(1, step - FAST // 2)  # a median notices it when half its values have changed
+            above = sum(value > self.best + limit for value in self.recent)
+            self.since = self.steps[
+                -min(above, len(self.steps))
+            ]  # a median notices it when half its values have changed
         if step - self.since < self.cfg.divergence_steps:
             return None
         return self._sign(fast, limit)
@@ -154,8 +162,9 @@ class Plateau(Rule):
     parts: deque[float] = field(default_factory=lambda: deque(maxlen=PARTS))
     highest: float = 0.0  # learning rate seen
     block: list[float] = field(default_factory=list)  # of all steps, as long as a part: [first step, sum, number]
-    blocks: deque[list[float]] = field(default_factory=lambda: deque(maxlen=PARTS))  # [first step, mean] of the latest
-    low: list[float] | None = None  # [first step, mean] of the lowest before these
+    blocks: deque[list[float]] = field(default_factory=lambda: deque(maxlen=PARTS))  # [first step, mean, number]
+    low: list[float] | None = None  # the lowest before `blocks`, which are the latest
+    last: int = 0  # losses in the last part: few, in a log that has not all steps
 
     def add(self, step: int, loss: float, lr: float | None) -> bool:
         """A healthy loss. Whether there is now something to judge."""
@@ -170,6 +179,7 @@ class Plateau(Rule):
         if step - self.begins + 1 < max(1, self.span // PARTS):
             return False
         self.parts.append(self.total / self.count)
+        self.last = self.count
         self.begins, self.total, self.count = step + 1, 0.0, 0
         return len(self.parts) == PARTS
 
@@ -179,7 +189,7 @@ class Plateau(Rule):
         if step - first + 1 >= max(1, self.span // PARTS):
             if len(self.blocks) == PARTS and (self.low is None or self.blocks[0][1] < self.low[1]):
                 self.low = self.blocks[0]
-            self.blocks.append([first, self.block[1] / self.block[2]])
+            self.blocks.append([first, self.block[1] / self.block[2], self.block[2]])
             self.block = []
 
     def _forget(self) -> bool:
@@ -195,7 +205,7 @@ class Plateau(Rule):
         asked = self.cfg.plateau_nats * max(1.0, (self.cfg.plateau_steps / self.span) ** 0.5)
         now = math.fsum(self.parts) / len(self.parts)
         began = max(1, step - self.span)
-        chance = max(3 * error, CHANCE * noise / max(1, self.span // PARTS) ** 0.5)
+        chance = max(3 * error, self._chance(step, noise))
         if self.low is not None and min(now, self.parts[-1]) - self.low[1] > max(asked, chance):
             return Sign(
                 f"the loss is {now:.4f} in the last {self.span} steps, with lr {lr or 0.0:.2e}; it was {self.low[1]:.4f} from step "
@@ -207,6 +217,14 @@ class Plateau(Rule):
             f"the loss fell by {fall:.4f} (+- {error:.4f}) nats in the last {self.span} steps, to {self.parts[-1]:.4f}, with "
             f"lr {lr or 0.0:.2e}; less than {asked:.4f} is a plateau.", began,
         )  # fmt: skip
+
+    def _chance(self, step: int, noise: float) -> float:
+        """How far the last part may by chance be above the lowest block of all so far, which lies the lower the more there are."""
+        part = max(1, self.span // PARTS)
+        lowest = statistics.NormalDist().inv_cdf(0.5 ** (1 / max(LOWEST_OF, step / part)))
+        # A state without the number is an older one, of a run: it has all steps.
+        of_low = self.low[2] if self.low and len(self.low) > 2 else part
+        return noise * (lowest / of_low**0.5 + CHANCE / max(1, self.last) ** 0.5)
 
 
 def _fall(means: Iterable[float]) -> tuple[float, float]:
@@ -242,5 +260,5 @@ class Overfitting(Rule):
             return None
         return Sign(
             f"validation loss {val_loss:.4f} is above its best {self.best:.4f} of step {self.best_step}, {self.above} "
-            f"validations ago; the training loss fell from {self.average:.4f} to {average:.4f} meanwhile.", self.best_step,
+            f"validations ago; the training loss fell from {self.average:.4f} to {average:.4f} meanwhile.", self.best_step + 1,
         )  # fmt: skip

@@ -7,11 +7,17 @@ from dataclasses import dataclass
 
 from kamui_dist.findings import Sign
 from kamui_dist.rules import Windows
+from kamui_dist.rules_pace import stretch
 
 
 @dataclass
 class Norms(Windows):
     warmup: int = 0
+    ended: int = 0
+
+    def add(self, step: int, value: float) -> bool:
+        self.ended = step
+        return super().add(step, value)
 
     def large(self) -> Sign | None:
         """Above norm_limit in all of the window."""
@@ -19,8 +25,9 @@ class Norms(Windows):
         if lowest <= self.cfg.norm_limit:
             return None
         return Sign(
-            f"the gradient norm before clipping was above {self.cfg.norm_limit:g} in all of the last {self.size} steps: "
-            f"{lowest:.3g} at least, {statistics.median(self.values):.3g} in the middle.", self.begins,
+            f"the gradient norm before clipping was above {self.cfg.norm_limit:g} in all of "
+            f"{stretch(self.begins, self.ended, self.size)}: {lowest:.3g} at least, "
+            f"{statistics.median(self.values):.3g} in the middle.", self.begins,
         )  # fmt: skip
 
     def clipped(self, grad_clip: float | None) -> Sign | None:
@@ -31,6 +38,6 @@ class Norms(Windows):
         if share <= self.cfg.clip_share:
             return None
         return Sign(
-            f"{share:.0%} of the last {self.size} updates were clipped to {grad_clip:g}; the norm's median was "
-            f"{statistics.median(self.values):.3g}.", self.begins,
+            f"{share:.0%} of {stretch(self.begins, self.ended, self.size, 'updates')} were clipped to {grad_clip:g}; "
+            f"the norm's median was {statistics.median(self.values):.3g}.", self.begins,
         )  # fmt: skip

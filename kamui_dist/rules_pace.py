@@ -19,6 +19,12 @@ STILL = 0.7  # a trend's second half has at least this share of its mean slope
 CREEP_GIB = 1 / 16  # less than this is the allocator's business
 
 
+def stretch(begins: int, ended: int, count: int, what: str = "steps", last: str = "the last ") -> str:
+    """A window of `count` records in words: its steps, which are more where a log does not have all of them."""
+    steps = round((ended - begins) * count / (count - 1)) if count > 1 else 1
+    return f"{last}{count:,} {what}" if steps <= count else f"{count:,} records of {last}{steps:,} {what}"
+
+
 @dataclass
 class Waits(Rule):
     """The share of a window's time that went into waiting for data. The longest wait is left out: one is an accident."""
@@ -26,6 +32,7 @@ class Waits(Rule):
     cfg: knobs.Watch
     size: int
     begins: int = 0
+    ended: int = 0
     count: int = 0
     waited: float = 0.0
     longest: float = 0.0
@@ -34,6 +41,7 @@ class Waits(Rule):
     def add(self, step: int, data_seconds: float, step_seconds: float) -> bool:
         if self.count == 0 or self.count >= self.size:
             self.begins, self.count, self.waited, self.longest, self.seconds = step, 0, 0.0, 0.0, 0.0
+        self.ended = step
         self.count, self.waited, self.seconds = self.count + 1, self.waited + data_seconds, self.seconds + step_seconds
         self.longest = max(self.longest, data_seconds)
         return self.count == self.size
@@ -43,8 +51,8 @@ class Waits(Rule):
         if waited <= self.cfg.starvation_share * seconds:
             return None
         return Sign(
-            f"the last {self.size} steps waited {waited:.3g} s for data, {waited / max(seconds, waited):.0%} of their time "
-            f"({waited / self.size * 1000:.3g} ms a step).", self.begins,
+            f"{stretch(self.begins, self.ended, self.size)} waited {waited:.3g} s for data, "
+            f"{waited / max(seconds, waited):.0%} of their time ({waited / self.size * 1000:.3g} ms a step).", self.begins,
         )  # fmt: skip
 
 
@@ -55,6 +63,7 @@ class SlowRank(Rule):
     cfg: knobs.Watch
     size: int
     begins: int = 0
+    ended: int = 0
     count: int = 0
     slow: dict[str, int] = field(default_factory=dict)  # rank -> steps (a string, as JSON would make it one)
     own: float = 0.0
@@ -63,6 +72,7 @@ class SlowRank(Rule):
     def add(self, step: int, rank: int, own_seconds: float, median_seconds: float) -> bool:
         if self.count == 0 or self.count >= self.size:
             self.begins, self.count, self.slow, self.own, self.median = step, 0, {}, 0.0, 0.0
+        self.ended = step
         self.count, self.own, self.median = self.count + 1, self.own + own_seconds, self.median + median_seconds
         if own_seconds > self.cfg.slow_rank_factor * median_seconds:
             self.slow[str(rank)] = self.slow.get(str(rank), 0) + 1
@@ -73,8 +83,8 @@ class SlowRank(Rule):
         if times < OFTEN * self.size:
             return None
         return Sign(
-            f"rank {rank} was the slowest in {times} of the last {self.size} steps: {self.own / self.size:.3g} s a step, the "
-            f"median rank takes {self.median / self.size:.3g} s.", self.begins,
+            f"rank {rank} was the slowest in {times} of {stretch(self.begins, self.ended, self.size)}: "
+            f"{self.own / self.size:.3g} s a step, the median rank takes {self.median / self.size:.3g} s.", self.begins,
         )  # fmt: skip
 
 
@@ -82,8 +92,13 @@ class SlowRank(Rule):
 class Throughput(Windows):
     """A window's median of tokens per second below that of the best window so far. The first window is not compared."""
 
+    ended: int = 0
     best: float = 0.0
     best_step: int = 0
+
+    def add(self, step: int, value: float) -> bool:
+        self.ended = step
+        return super().add(step, value)
 
     def sign(self) -> Sign | None:
         speed = statistics.median(self.values)
@@ -92,8 +107,8 @@ class Throughput(Windows):
         if speed >= (1 - self.cfg.throughput_drop) * self.best:
             return None
         return Sign(
-            f"{speed:,.0f} tokens per second (median of {self.size} steps), {1 - speed / self.best:.0%} below the "
-            f"{self.best:,.0f} of the steps from {self.best_step} on.", self.begins,
+            f"{speed:,.0f} tokens per second (median of {stretch(self.begins, self.ended, self.size, last='')}), "
+            f"{1 - speed / self.best:.0%} below the {self.best:,.0f} of the steps from {self.best_step} on.", self.begins,
         )  # fmt: skip
 
 

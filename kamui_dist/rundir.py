@@ -179,7 +179,7 @@ def nothing_left(path: Path, plan: Plan, state: State) -> int:
 def tell_failure(cfg: Config, error: Exception) -> None:
     """What is no user's mistake, on stderr and in status.json, with where the ranks were."""
     record_failure(cfg, error, 1)  # before anything is printed: there may be nobody who reads it any more
-    told = incident.crash(Path(cfg.run.dir or ""), error, cfg) if _ours else None
+    told = incident.crash(Path(cfg.run.dir or "").absolute(), error, cfg) if _ours else None
     failed = f"rank {os.environ.get('RANK', '0')} failed"
     lines = [f"{failed}: {type(error).__name__}: {error}{_where_ranks_were(cfg)}"]
     lines += [f"  {line}" for line in (evidence.advice(cfg) if incident.is_out_of_memory(error) else [])]

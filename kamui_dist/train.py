@@ -101,6 +101,9 @@ def train(cfg: Config, stop: StopRequest) -> int:
     metrics.write(
         "start" if found is None else "resume", **state.position(), **start.record(plan, changed, metrics.lost)
     )
+    for turn in rollback.untold(run_dir, state):
+        metrics.write("rollback", **turn.record)
+        metrics.findings([turn.finding])
     metrics.text("config", banner.config_text(cfg))
     rundir.write_status(run_dir, "running", state.step)
     loader = Loader(
@@ -250,7 +253,7 @@ def train(cfg: Config, stop: StopRequest) -> int:
             return rollback.AGAIN
         reason = f"watch: {why_not}"
     if outcome == "failed" and action in ("rollback", "stop"):
-        rollback.condemn(run_dir, findings)
+        rollback.condemn(run_dir, state, findings)
     code = {"stopped": EXIT_STOPPED, "failed": EXIT_DIVERGED}.get(outcome, EXIT_FINISHED)
     metrics.write("end", step=state.step, tokens=state.tokens, outcome=outcome, reason=reason)
     metrics.close()

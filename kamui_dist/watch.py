@@ -37,6 +37,9 @@ LEAST = 16  # steps in a window of a short run
 LEAST_SPAN = 64  # steps that a plateau takes at least
 LEAST_START = 100  # steps before a loss that has not moved says anything
 LONGEST_WAIT = 8  # windows between two findings of one kind
+OVERFLOWED = (
+    "the forward pass overflows or divides by zero: a learning rate too high, no target in the batch, a row all masked."
+)
 SKIPS = 5  # updates that `skip` leaves out in a row, for a finding that lasts
 GRAVE = ("skip", "rollback", "stop")  # actions that do more than tell
 PACE = ("waits", "slow_rank", "throughput", "memory")  # rules on time and memory
@@ -92,12 +95,26 @@ class Watch:
 
     def validated(self, step: int, val_loss: float) -> list[Finding]:
         """After a validation of the first set."""
+        if not math.isfinite(val_loss):
+            return self._blind(step, val_loss)
+        self.told.pop("non-finite", None)
         average = max(self.level.average(math.nan, 2 * FAST), self.divergence.fast())
         sign, facts = self.overfitting.judge(step, val_loss, average), self.facts
         windows, batch = facts.windows or 0, facts.global_batch or 0
         # Data seen for the first time are not overfitted, and a single batch (train.overfit_one_batch) is meant to be.
         fits = windows and batch and (step * batch < windows or windows <= batch)
         return self._tell("overfitting", step, None if fits else sign)
+
+    def _blind(self, step: int, val_loss: float) -> list[Finding]:
+        """Told once, until there is a number again."""
+        known, action = self._lasts("non-finite"), self.cfg.on_non_finite
+        self.told["non-finite"] = [1, step, 0]
+        cause = "the model in eval mode, or a batch of the validation data: training did not see it in this step."
+        advice = (
+            "run the model in eval mode over the validation data with run.debug=true; nothing is best while it lasts."
+        )
+        message = f"validation loss {val_loss:.4g}."
+        return [] if known or action == "off" else [Finding("non-finite", step, message, cause, advice, "warn")]
 
     def detailed(self, step: int, record: dict[str, Any]) -> list[Finding]:
         """After a look into the layers: `record` is that of kind "detail"."""
@@ -151,10 +168,11 @@ class Watch:
         message = f"loss {loss:.4g}" + (f", gradient norm {norm:.4g}" if norm is not None else "")
         message += ": update skipped on all ranks" + (f", {row} in a row." if row > 1 else ".")
         kind = KINDS["non-finite"]
+        cause = kind.cause if math.isfinite(loss) else OVERFLOWED
         advice = kind.advice + (f" watch.max_skipped = {most} is reached." if stop else "")
         action = self.cfg.on_non_finite if stop else "skip"
         since = step - row + 1 if row > 1 else None
-        return [Finding("non-finite", step, message, kind.cause, advice, action, since)] if action != "off" else []
+        return [Finding("non-finite", step, message, cause, advice, action, since)] if action != "off" else []
 
     def _lasts(self, kind: str) -> bool:
         return bool(self.told.get(kind, [0])[0])
@@ -213,9 +231,9 @@ def replay(records: Iterable[dict[str, Any]], cfg: knobs.Watch, facts: Facts) ->
         if kind == "step":
             found += watch.observe(Observation.from_record(record, before)).findings
             before = record
-        elif kind == "eval" and first_set in (None, record.get("set")) and record.get("val_loss") is not None:
-            first_set = record.get("set")
-            found += watch.validated(record["step"], record["val_loss"])
+        elif kind == "eval" and first_set in (None, record.get("set")) and "val_loss" in record:
+            first_set, val_loss = record.get("set"), record["val_loss"]
+            found += watch.validated(record["step"], math.nan if val_loss is None else val_loss)
         elif kind == "detail":
             found += watch.detailed(record["step"], record)
         elif kind in ("start", "resume", "rollback"):

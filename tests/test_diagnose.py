@@ -408,3 +408,98 @@ def test_facts_come_from_the_config_and_the_records(tmp_path: Path) -> None:
     assert (facts.vocab_size, facts.steps, facts.lr, facts.grad_clip) == (512, 200, 1e-3, 1.0)
     assert (facts.windows, facts.global_batch, facts.fresh) == (100_000, 16, True)
     assert config.load(tmp_path / "run" / "config.toml", [])[0].watch.window == 32
+
+
+# ---- logs that are not as one would write them
+
+
+def steps_of(run: logs.Run) -> list[tuple[int, float]]:
+    return [(r["step"], r["loss"]) for r in run.of("step")]
+
+
+def test_a_document_on_one_long_line(tmp_path: Path) -> None:
+    """trainer_state.json without indent: 20,000 entries are more than a line of JSONL may have."""
+    history = [{"step": n, "loss": 2.5, "learning_rate": 5e-5, "grad_norm": 1.25} for n in range(1, 20_001)]
+    history.append({"step": 20_000, "eval_loss": 2.75})
+    text = json.dumps({"best_metric": None, "log_history": history})
+    assert len(text) > 1 << 20
+    run = read(tmp_path, "trainer_state.json", text)
+    assert steps_of(run) == [(n, 2.5) for n in range(1, 20_001)]
+    assert [(r["step"], r["val_loss"]) for r in run.of("eval")] == [(20_000, 2.75)]
+    assert len(read(tmp_path, "list.json", json.dumps(history)).records) == 20_001
+
+
+def test_what_is_told_before_the_loss_of_a_step(tmp_path: Path) -> None:
+    """Lightning's metrics.csv: the rate has a row of its own, with a validation between it and the loss."""
+    text = (
+        "epoch,lr-AdamW,step,train_loss,val_loss,grad_norm\n,0.0003,9,,,\n,,9,,,1.5\n0,,9,4.1,,\n"
+        ",0.0002,19,,,\n0,,19,,4.0,\n0,,19,3.9,,\n,0.0001,29,,,\n0,,39,3.8,,\n"
+    )
+    run = read(tmp_path, "metrics.csv", text)
+    assert run.records == [
+        {"kind": "step", "step": 9, "lr": 3e-4, "grad_norm_pre_clip": 1.5, "loss": 4.1},
+        {"kind": "step", "step": 19, "lr": 2e-4, "loss": 3.9},
+        {"kind": "eval", "step": 19, "val_loss": 4.0, "set": "val"},
+        {"kind": "step", "step": 39, "loss": 3.8},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("order", "note"),
+    [(range(50, 0, -1), "newest first"), ([n * 7 % 51 for n in range(1, 51) if n * 7 % 51], "in no order")],
+    ids=["newest first", "shuffled"],
+)
+def test_logs_in_another_order_are_sorted(tmp_path: Path, order: Any, note: str) -> None:
+    rows = [f"{n},{n / 4},\n{n},,{n / 2}\n" for n in order]
+    run = read(tmp_path, "x.csv", "step,loss,val_loss\n" + "".join(rows))
+    assert steps_of(run) == [(n, n / 4) for n in range(1, 51)]
+    assert [(r["step"], r["val_loss"]) for r in run.of("eval")] == [(n, n / 2) for n in range(1, 51)]
+    assert any(note in n for n in run.notes)
+    assert not any("go back" in n for n in run.notes)
+
+
+@pytest.mark.parametrize("first", [0, 10])
+def test_steps_that_begin_anew_with_every_epoch(tmp_path: Path, first: int) -> None:
+    rows = [(epoch, first + 10 * k) for epoch in range(4) for k in range(25)]
+    text = "epoch,step,loss,val_loss\n" + "".join(f"{e},{s},{e + s / 1000},\n{e},{s},,{e + 1}\n" for e, s in rows)
+    run = read(tmp_path, "x.csv", text)
+    assert steps_of(run) == [(first + 10 * k, e + s / 1000) for k, (e, s) in enumerate(rows)]
+    assert [r["step"] for r in run.of("eval")][-2:] == [first + 980, first + 990]
+    assert any("begin anew with every epoch" in n for n in run.notes)
+    # Without the epoch nothing can be said.
+    with pytest.raises(UserError) as refused:
+        read(tmp_path, "y.csv", "step,loss\n" + "".join(f"{s},{e + 1}\n" for e, s in rows))
+    message = str(refused.value)
+    for word in ("go back 3 times", "72 of 100 records", "--columns step=NAME", f"{first + 240}, {first}, "):
+        assert word in message, message
+    assert "\n" not in message
+
+
+def test_an_epoch_is_no_reason_to_count_on_after_a_resume(tmp_path: Path) -> None:
+    rows = [(0, 1), (0, 2), (1, 3), (1, 4), (1, 3), (1, 4), (2, 5)]
+    run = read(tmp_path, "x.csv", "epoch,step,loss\n" + "".join(f"{e},{s},{k}\n" for k, (e, s) in enumerate(rows)))
+    assert steps_of(run) == [(1, 0), (2, 1), (3, 4), (4, 5), (5, 6)]
+
+
+def test_ranks_in_one_log(tmp_path: Path) -> None:
+    """Rank 1 a step behind; and abreast."""
+    rows = [row for n in range(1, 50) for row in ((n + 1, 1.0), (n, 2.0))]
+    behind = read(tmp_path, "x.csv", "step,loss\n" + "".join(f"{s},{v}\n" for s, v in rows))
+    assert steps_of(behind) == [(n, 2.0) for n in range(1, 50)]
+    assert any("go back 49 times, as of several ranks" in n for n in behind.notes)
+    abreast = read(tmp_path, "y.csv", "step,loss\n" + "".join(f"{n},1\n{n},2\n" for n in range(1, 50)))
+    assert steps_of(abreast) == [(n, 2.0) for n in range(1, 50)]
+    assert any("49 records have the step of the one before" in n for n in abreast.notes)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_byte_order_mark_is_no_part_of_a_log(tmp_path: Path, packed: bool) -> None:
+    for text in ('"step","loss"\n1,5\n', '{"step":1,"loss":5}\n{"step":2,"loss":4}\n', '[{"step":1,"loss":5}]'):
+        data = b"\xef\xbb\xbf" + text.encode()
+        (tmp_path / "log").write_bytes(gzip.compress(data) if packed else data)
+        run = logs.read_run(tmp_path / "log")
+        assert steps_of(run)[0] == (1, 5.0)
+        assert len(run.notes) == 1, run.notes
+    ours = made_runs.write(tmp_path / "run", made_runs.records()) / "metrics.jsonl"
+    ours.write_bytes(b"\xef\xbb\xbf" + ours.read_bytes())
+    assert logs.read_run(ours).ours

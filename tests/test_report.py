@@ -374,6 +374,15 @@ def test_the_log_of_another_trainer_is_judged_as_diagnose_does(tmp_path: Path) -
         assert word not in told
 
 
+def test_validations_that_are_not_finite_are_told(tmp_path: Path) -> None:
+    made = made_runs.records()
+    evals = [r for r in made if r["kind"] == "eval"]
+    blind = [{**evals[-1], "step": 200 + k, "val_loss": None} for k in (1, 2)]
+    assert "last finite (2 after it were not finite)" in summary.text(
+        made_runs.write(tmp_path / "run", [*made, *blind])
+    )
+
+
 def test_the_best_validation_is_the_one_that_the_run_names(tmp_path: Path) -> None:
     """With eval.min_improvement a lower loss need not be the best; without the field it is."""
     losses = [(50, 4.0, True), (100, 3.5, True), (150, 3.49, False), (200, 3.6, False)]

@@ -141,6 +141,12 @@ def test_killed_between_the_order_and_the_start(tmp_path: Path, data: Path, monk
     assert tiny.records(tmp_path / "killed") == tiny.records(tmp_path / "whole")
     assert tiny.same(tiny.weights(tmp_path / "killed", prefix=""), tiny.weights(tmp_path / "whole", prefix=""))
     assert len(json.loads((tmp_path / "killed" / "rollbacks.json").read_text())) == 1
+    # And tells of it, once.
+    assert tiny.run(config(tmp_path / "killed", data, train__steps=STEPS + 2)) == 0
+    [told] = tiny.records(tmp_path / "killed", "rollback")
+    assert told == tiny.records(tmp_path / "whole", "rollback")[0]
+    findings = [json.loads(line) for line in (tmp_path / "killed" / "findings.jsonl").read_text().splitlines()]
+    assert [f["step"] for f in findings if f["kind"] == "rollback"] == [12]
 
 
 def test_the_start_after_it_says_what_has_changed(
@@ -221,15 +227,36 @@ def test_a_stop_sets_aside_what_was_saved_in_the_trouble(tmp_path: Path) -> None
     assert tiny.run(cfg) == 0
     (run_dir / "checkpoints" / "best.json").write_text('{"step": 16, "val_loss": 1.0}')
     trouble = dataclasses.replace(finding(22, since=15), action="stop")
-    rollback.condemn(run_dir, [trouble])
+    rollback.condemn(run_dir, State(), [dataclasses.replace(trouble, kind="slow-rank")])
+    assert len(tiny.steps_saved(run_dir)) == STEPS // 4, "a slow rank spoils nothing"
+    state = State(best_step=16, best_val_loss=1.0)
+    rollback.condemn(run_dir, state, [trouble])
+    assert (state.best_step, state.best_val_loss) == (None, None)
     assert not (run_dir / "checkpoints" / "best.json").exists(), "the best is among them"
     assert tiny.steps_saved(run_dir) == [4, 8, 12]
     reason = run_dir / "checkpoints" / "quarantine" / "step-00000016" / "reason.txt"
     assert "saved after the trouble of step 15 had begun" in reason.read_text()
-    rollback.condemn(run_dir, [dataclasses.replace(trouble, since=2)])
+    rollback.condemn(run_dir, State(best_step=16, best_val_loss=1.0), [dataclasses.replace(trouble, since=2)])
     assert tiny.steps_saved(run_dir) == [4, 8, 12], "none is of before: all stay"
-    rollback.condemn(run_dir, [dataclasses.replace(trouble, since=None)])
+    rollback.condemn(run_dir, State(best_step=16, best_val_loss=1.0), [dataclasses.replace(trouble, since=None)])
     assert tiny.steps_saved(run_dir) == [4, 8, 12]
+
+
+@pytest.mark.slow
+def test_a_stop_for_overfitting_keeps_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir, data = tmp_path / "run", tiny.write_data(tmp_path / "data", windows=48)
+    val = tiny.write_data(tmp_path / "val", windows=16, seed=1)
+    cfg = tiny.config(
+        run_dir, data, train__steps=400, data__val_path=str(val), eval__every=4, checkpoint__every=4, watch__on_overfitting="stop",
+        watch__on_spike="off", optim__name="adamw", optim__lr=0.01,
+    )  # fmt: skip
+    assert tiny.run(cfg) == 70
+    best = min((r["val_loss"], r["step"]) for r in tiny.records(run_dir, "eval"))
+    step = tiny.status(run_dir)["step"]
+    assert best[1] < step
+    assert tiny.steps_saved(run_dir)[-1] == best[1], "those after it are set aside"
+    assert json.loads((run_dir / "checkpoints" / "best.json").read_text()) == {"step": best[1], "val_loss": best[0]}
+    assert f"best validation loss {best[0]:.4f} at step {best[1]}" in capsys.readouterr().out.splitlines()[-1]
 
 
 @pytest.mark.slow

@@ -270,6 +270,32 @@ def test_spikes_of_a_run_that_has_diverged_are_not_told_and_skipped_a_few_times_
     assert "skip" not in actions[400:], "for ever would be a run that stands still"
 
 
+@pytest.mark.parametrize("every", [1, 100])
+@pytest.mark.parametrize("at", [100, 101, 250])
+def test_a_jump_began_where_it_began(at: int, every: int) -> None:
+    """A checkpoint of the step before is good. `every`: of another trainer's log, in which most steps are not."""
+    w = watch(on_spike="off", divergence_steps=1)
+    seen = [replace(falling(s), step=s * every, loss=9.5 if s >= at else falling(s).loss) for s in range(1, at + 20)]
+    [finding] = [f for f in find(w, seen) if f.kind == "divergence"]
+    assert (finding.since, f"since step {at * every}." in finding.message) == (at * every, True)
+
+
+def test_next_to_nothing_times_three_is_no_spike() -> None:
+    """A batch that is learned by heart (train.overfit_one_batch); and losses that may be negative."""
+    w = watch(Facts(), window=16)
+    memorised = [see(w, step, 0.0003 if step % 40 else 0.02, 0.01) for step in range(1, 200)]
+    assert kinds(f for v in memorised for f in v.findings) == []
+    assert [v.spike for v in memorised[39:41]] == [True, False], "the record's field is the tradition's"
+    w = watch(Facts(), window=16)
+    assert not any(see(w, step, -10.0 - step / 100, 1.0).spike for step in range(1, 100))
+
+
+def test_what_is_not_finite_is_named_for_where_it_is() -> None:
+    [loss], [norm] = (see(watch(), 5, a, b, finite=False).findings for a, b in ((math.nan, math.nan), (2.0, math.inf)))
+    assert "forward pass" in loss.cause
+    assert "fp16" in norm.cause
+
+
 def test_divergence_happens_again_and_a_rollback_is_ordered_again() -> None:
     """Twice within 128 steps: the second is not told, unless it is to do something."""
     twice = [replace(falling(s), loss=falling(s).loss + (2.0 if 300 < s < 380 or 420 < s < 520 else 0.0))
@@ -528,8 +554,13 @@ def test_overfitting() -> None:
 def test_validations_that_say_nothing() -> None:
     w = watch()
     assert w.validated(10, 3.0) == [], "before any step"
-    assert w.validated(20, math.nan) == []
-    assert w.overfitting.best is None
+    found = [w.validated(20 + k, loss) for k, loss in enumerate([math.nan, math.inf, 3.0, 3.1, math.nan])]
+    assert [kinds(f) for f in found] == [["non-finite"], [], [], [], ["non-finite"]], (
+        "told once, until there is a number again"
+    )
+    assert (found[0][0].message, found[0][0].action) == ("validation loss nan.", "warn")
+    assert w.overfitting.best is None, "before any step"
+    assert watch(on_non_finite="off").validated(20, math.nan) == []
 
 
 # ---- time and memory
@@ -871,3 +902,56 @@ def test_the_gravest_action() -> None:
     assert of("note", "warn") == "warn"
     assert of("warn", "rollback", "skip") == "rollback"
     assert of("stop", "rollback") == "stop"
+
+
+# ---- logs that do not have all steps
+
+
+@pytest.mark.parametrize("every", [5, 10, 50, 100, 200])
+def test_few_losses_in_a_part_are_no_rate_too_high(every: int) -> None:
+    """A healthy run whose noise is ten times what a plateau is, at a constant rate."""
+    for seed in range(8):
+        dice = random.Random(seed)
+        seen = []
+        for step in range(every, 40_001, every):
+            loss = 2.5 + 8 * math.exp(-step / 1500) - 0.05 * math.log10(step) + dice.gauss(0, 0.05)
+            seen.append(Observation(step, loss, None, 1e-3))
+        assert not [f for f in find(watch(Facts()), seen) if "become harder" in f.cause], seed
+
+
+def test_few_losses_in_a_part_and_a_rate_that_is_too_high() -> None:
+    """It is still found, also with a state of before the losses of a block were counted."""
+    dice = random.Random(0)
+    seen = [
+        Observation(s, (3.0 if 4000 < s <= 8000 else 3.2) + dice.gauss(0, 0.05), None, 1e-3)
+        for s in range(50, 20_001, 50)
+    ]
+    [finding] = [f for f in find(watch(Facts()), seen) if "become harder" in f.cause]
+    assert 8000 + 1000 <= finding.step <= 8000 + 2500
+    w = watch(Facts())
+    find(w, seen[:180])
+    state = json.loads(json.dumps(w.state()))
+    del state["plateau"]["last"]
+    state["plateau"]["blocks"] = [block[:2] for block in state["plateau"]["blocks"]]
+    state["plateau"]["low"] = state["plateau"]["low"][:2]
+    older = watch(Facts())
+    older.load(state)
+    assert [f.step for f in find(older, seen[180:]) if "become harder" in f.cause] == [finding.step]
+
+
+def test_a_window_is_as_many_steps_as_its_records_span() -> None:
+    facts = replace(BYTES, steps=None)
+    seen = [
+        replace(o, step=10 * o.step, norm=20.0, step_seconds=1.0, data_seconds=0.5, slowest_rank=1, own_seconds=0.4,
+                median_own_seconds=0.2, tokens_per_sec=1000.0 if o.step <= 128 else 500.0)
+        for o in steady(256)
+    ]  # fmt: skip
+    told = {f.kind: f.message for f in find(watch(facts), seen)}
+    assert "in all of 128 records of the last 1,280 steps: 20 at least" in told["large-norm"]
+    assert told["clipping"].startswith("100% of 128 records of the last 1,280 updates were clipped to 1;")
+    assert told["data-starvation"].startswith("128 records of the last 1,280 steps waited 63.5 s for data")
+    assert told["slow-rank"].startswith("rank 1 was the slowest in 128 of 128 records of the last 1,280 steps: 0.4 s")
+    assert "(median of 128 records of 1,280 steps), 50% below" in told["throughput-drop"]
+    every = {f.kind: f.message for f in find(watch(facts), [replace(o, step=o.step // 10) for o in seen])}
+    assert "in all of the last 128 steps: 20 at least" in every["large-norm"]
+    assert "(median of 128 steps), 50% below" in every["throughput-drop"]

@@ -6,7 +6,8 @@
     console lines       by regular expressions with named groups; those of nanoGPT, llm.c and Megatron-LM are known
 
 A row with a loss is a step, one with a validation loss an evaluation, one with both is both. Where the steps go back (a run
-that was resumed and appended to its log), what was done again replaces what was there.
+that was resumed and appended to its log), what was done again replaces what was there; a log that is newest first or in no
+order is sorted, and one whose steps begin anew with every epoch is counted on.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ import re
 import signal
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from kamui_dist.errors import UserError
-from kamui_dist.report.lines import is_binary, lines
+from kamui_dist.report.lines import TOO_LONG, is_binary, lines
 from kamui_dist.report.names import FIELDS, NAMES, guess, number, whole
 
 MATCH_SECONDS = 5.0  # for a thousand lines: a pattern that takes longer backtracks without end
@@ -58,6 +60,8 @@ def read(file: Path, columns: dict[str, str], patterns: list[str]) -> tuple[list
     if is_binary(file):
         raise UserError(f"{file} is a binary file; a log is text: CSV, JSONL, JSON or console lines, also as .gz")
     first = next((line.lstrip() for line in lines(file) if line.strip()), "")
+    if first == TOO_LONG:  # a whole document on one line?
+        first = next((line.lstrip() for line in lines(file, _DOCUMENT_BYTES) if line.strip()), "")
     unit, found = _rows(file, first, [_compiled(p) for p in patterns])
     numbered = list(found)
     rows = [row for _, row in numbered if row is not None]
@@ -74,7 +78,9 @@ def read(file: Path, columns: dict[str, str], patterns: list[str]) -> tuple[list
         raise UserError(
             f"{file}: no column is known to be the loss; say which with --columns loss=NAME; there are {_some(there)}"
         )
-    records, notes = _records(rows, names)
+    timed, order = _timed(rows, names)
+    records, notes = _records(file, timed, names)
+    notes += order
     notes += _unread(numbered, names, unit)
     if not records:
         raise UserError(f"{file}: no row has a number for {names.get('loss', names.get('val_loss'))}")
@@ -198,27 +204,80 @@ def _limited(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _records(rows: list[dict[str, Any]], names: dict[str, str]) -> tuple[list[dict[str, Any]], list[str]]:
-    """In the order of the log. Without a column of steps the rows that have a loss are counted."""
+def _timed(rows: list[dict[str, Any]], names: dict[str, str]) -> tuple[list[tuple[int, dict[str, Any]]], list[str]]:
+    """Every row with its step, in the order of the run, as far as the log tells it. Without a column of steps the rows that have a
+    loss are counted."""
+    loss = names.get("loss", names.get("val_loss", ""))
+    if "step" not in names:
+        counts = itertools.accumulate(int(number(row.get(loss)) is not None) for row in rows)
+        return list(zip(counts, rows, strict=True)), ["no column is known to be the step: rows are counted"]
+    timed, notes = [(step, row) for row in rows if (step := whole(row.get(names["step"]))) is not None], []
+
+    def goes_back(share: float) -> bool:
+        moves = [b - a for a, b in pairwise(_with(loss, timed)) if a != b]
+        back = sum(move < 0 for move in moves)
+        return back > 1 and back > share * len(moves)
+
+    if goes_back(0.9):
+        timed.reverse()
+        notes.append("the log is newest first: it was read from its end")
+    timed, anew = _counted_on(timed, loss)
+    notes += ["the steps begin anew with every epoch: they were counted on"] if anew else []
+    if goes_back(0.1) and len(set(_with(loss, timed))) == len(_with(loss, timed)):
+        timed.sort(key=lambda pair: pair[0])
+        notes.append("the steps are in no order: the log was sorted by them")
+    return timed, notes
+
+
+def _with(column: str, timed: list[tuple[int, dict[str, Any]]]) -> list[int]:
+    return [step for step, row in timed if number(row.get(column)) is not None]
+
+
+def _counted_on(timed: list[tuple[int, dict[str, Any]]], loss: str) -> tuple[list[tuple[int, dict[str, Any]]], bool]:
+    """Where the step of a loss falls as the epoch rises, it is that within the epoch. Whether there was such a place."""
+    there = dict.fromkeys(itertools.chain.from_iterable(row for _, row in timed))
+    column = next((name for name in there if re.search(r"(^|[/.])epoch$", name, re.IGNORECASE)), "")
+    shifts: dict[float, int] = {}  # epoch -> what is added to its steps
+    shift, gap, before, now, counted = 0, 1, -1, -math.inf, []
+    for step, row in timed:
+        epoch = number(row.get(column))
+        if epoch is not None and number(row.get(loss)) is not None:
+            if epoch > now and step < before:
+                shift += before + gap - step
+            elif epoch < now:  # resumed
+                shift = shifts.get(epoch, shift)
+            elif 0 <= before < step:
+                gap = step - before
+            shifts.setdefault(epoch, shift)
+            now, before = epoch, step
+        counted.append((step + shift, row))
+    return counted, any(shifts.values())
+
+
+def _records(
+    file: Path, timed: list[tuple[int, dict[str, Any]]], names: dict[str, str]
+) -> tuple[list[dict[str, Any]], list[str]]:
     steps: list[dict[str, Any]] = []
     evals: list[dict[str, Any]] = []
-    again = counted = 0
-    for row in rows:
+    early: tuple[int, dict[str, Any]] = (-1, {})  # a step, and what was told of it before its loss
+    again = repeated = 0
+    for step, row in timed:
         values = {ours: value for ours, theirs in names.items() if (value := number(row.get(theirs))) is not None}
         loss, val_loss = values.pop("loss", None), values.pop("val_loss", None)
-        counted += loss is not None
-        step = whole(values.pop("step", None)) if "step" in names else counted
-        if step is None:
-            continue
+        values.pop("step", None)
         while steps and steps[-1]["step"] > step and loss is not None:
             steps.pop()
             again += 1
+        same = bool(steps) and steps[-1]["step"] == step
         if loss is not None:
-            same = steps and steps[-1]["step"] == step
-            record = steps.pop() if same else {"kind": "step", "step": step}
+            repeated += same
+            told = early[1] if early[0] == step else {}
+            record = steps.pop() if same else {"kind": "step", "step": step, **told}
             steps.append({**record, **_fields(values), "loss": _finite(loss)})
-        elif steps and steps[-1]["step"] == step and val_loss is None:  # a row of its own for the norm, or the rate
+        elif same and val_loss is None:  # a row of its own for the norm, or the rate
             steps[-1] = {**_fields(values), **steps[-1]}
+        elif val_loss is None:
+            early = (step, {**(early[1] if early[0] == step else {}), **_fields(values)})
         if val_loss is not None:
             while evals and evals[-1]["step"] >= step:
                 evals.pop()
@@ -226,11 +285,30 @@ def _records(rows: list[dict[str, Any]], names: dict[str, str]) -> tuple[list[di
             if "tokens" in values:
                 evals[-1]["tokens"] = whole(values["tokens"])
     notes = ["not a run of ours: findings say what our watch would have said and done"]
-    notes += [f"the steps go back: {again} records of updates that were done again are left out"] if again else []
-    if "step" not in names:
-        notes.append("no column is known to be the step: rows are counted")
+    notes += _gone_back(file, _with(names.get("loss", ""), timed), again, names) if again else []
+    if repeated > len(steps) / 10:
+        notes.append(
+            f"{repeated:,} records have the step of the one before, as of several ranks: the last of a step counts"
+        )
     _unify_mfu(steps)
     return sorted([*steps, *evals], key=lambda r: r["step"]), notes
+
+
+def _gone_back(file: Path, steps: list[int], again: int, names: dict[str, str]) -> list[str]:
+    """`again` of the losses, which have these steps, are left out. Raises UserError if that is most of them and no resume."""
+    places = [k for k, (a, b) in enumerate(pairwise(steps), 1) if a > b]
+    if len(places) > 1 and again > len(steps) / 2:
+        shown = ", ".join(str(step) for step in steps[max(0, places[0] - 3) : places[0] + 3])
+        raise UserError(
+            f"{file}: the steps ({names['step']}: ... {shown} ...) go back {len(places):,} times, and {again:,} of {len(steps):,} "
+            "records would count as done again; name a column that counts all updates with --columns step=NAME, or give the log "
+            "of one attempt or rank"
+        )
+    if len(places) > max(1, len(steps) / 10):
+        return [
+            f"the steps go back {len(places):,} times, as of several ranks in one log: {again:,} records are left out"
+        ]
+    return [f"the steps go back: {again} records of updates that were done again are left out"]
 
 
 def _unread(numbered: list[Row], names: dict[str, str], unit: str) -> list[str]:

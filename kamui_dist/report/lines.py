@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -11,9 +12,12 @@ TOO_LONG = "\ufffd"  # stands for a line that is passed over: it is counted, and
 
 
 def lines(file: Path, longest: int = 1 << 20) -> Iterator[str]:
-    """The lines of a text file or a .gz, however long the file is; of a line longer than `longest` there is TOO_LONG."""
+    """The lines of a text file or a .gz, however long the file is; of a line longer than `longest` there is TOO_LONG. A byte
+    order mark is no part of the first."""
     with _unpacked(file) as stream:
         whole = True
+        if stream.read(len(BOM_UTF8)) != BOM_UTF8:
+            stream.seek(0)
         while part := stream.readline(longest):
             ends = part.endswith(b"\n")
             if whole and (ends or len(part) < longest):

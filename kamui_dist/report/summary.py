@@ -123,16 +123,16 @@ def _learning(run: Run) -> Lines:
     loss, step = column(steps, "loss"), column(steps, "step")
     if (there := np.flatnonzero(np.isfinite(loss))).size:
         low, after = there[np.argmin(loss[there])], loss.size - 1 - there[-1]
-        last = f"last finite ({after:,} after it {'was' if after == 1 else 'were'} not finite)" if after else "last"
-        told.append(("loss", f"{loss[there[0]]:.4f} first, {loss[there[-1]]:.4f} {last}, {loss[low]:.4f} lowest at step "
+        told.append(("loss", f"{loss[there[0]]:.4f} first, {loss[there[-1]]:.4f} {_last(after)}, {loss[low]:.4f} lowest at step "
                      f"{step[low]:,.0f}"))  # fmt: skip
     evals = [r for r in run.of("eval") if r.get("val_loss") is not None]
     names = list(dict.fromkeys(str(r.get("set", "val")) for r in evals))
     for name in names[:3]:
         mine = [r for r in evals if str(r.get("set", "val")) == name]
         best = best_eval(mine)
+        blind = sum(str(r.get("set", "val")) == name and r["step"] > mine[-1]["step"] for r in run.of("eval"))
         told.append(("validation", (f"{name}: " if len(names) > 1 else "") + f"{best['val_loss']:.4f} best at step "
-                     f"{best['step']:,}, {mine[-1]['val_loss']:.4f} last"))  # fmt: skip
+                     f"{best['step']:,}, {mine[-1]['val_loss']:.4f} {_last(blind)}"))  # fmt: skip
     norm, after = column(steps, "grad_norm_pre_clip"), column(steps, "grad_norm_post_clip")
     if (there := np.flatnonzero(np.isfinite(norm))).size:
         high = there[np.argmax(norm[there])]
@@ -145,6 +145,11 @@ def _learning(run: Run) -> Lines:
         what = ("skipped", "") if run.ours else ("not finite", "the gradient norm of ")
         told.append((what[0], f"{what[1]}{counted(len(skipped), 'update')} ({_span(skipped)})"))
     return told
+
+
+def _last(after: int) -> str:
+    """after: how many came after it that were not finite."""
+    return f"last finite ({after:,} after it {'was' if after == 1 else 'were'} not finite)" if after else "last"
 
 
 def best_eval(evals: Sequence[dict[str, Any]]) -> dict[str, Any]:
