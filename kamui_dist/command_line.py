@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
+import io
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 from kamui_dist import config, job, lock, schedule, signals
 from kamui_dist.config import Config
@@ -41,6 +45,7 @@ def begin(argv: list[str]) -> tuple[Config, signals.StopRequest]:
         error.alike = True
         tell(error)
         sys.exit(EXIT_USER_ERROR)
+    sys.stdout, sys.stderr = Patient(sys.stdout, 1), Patient(sys.stderr, 2)
     signals.guard_start_up(stop)
     if os.environ.get("RANK", "0") == "0":
         for note in notes:
@@ -50,6 +55,39 @@ def begin(argv: list[str]) -> tuple[Config, signals.StopRequest]:
         job.end_time() if os.environ.get("RANK", "0") == "0" else None
     )  # one asks the scheduler, all stop with it
     return cfg, stop
+
+
+class Patient(io.TextIOBase):
+    """A text stream whose reader may go away (a terminal that is closed, head, a collector of logs that was killed), or that was
+    closed from the beginning: what it does not take is lost, and the run goes on."""
+
+    def __init__(self, stream: TextIO | None, number: int) -> None:
+        self.stream = stream or open(os.devnull, "w")  # noqa: PTH123, SIM115
+        self.number = number
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self.stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self.stream.flush)
+
+    def _try(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except OSError as error:
+            if error.errno in (errno.EPIPE, errno.EIO):  # for ever; a full disk may have room again
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.number)
+
+    def isatty(self) -> bool:
+        return self.stream.isatty()
+
+    def fileno(self) -> int:
+        return self.stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self.stream.encoding
 
 
 def tell(error: UserError) -> None:

@@ -67,7 +67,19 @@ def start(device: torch.device, timeout_minutes: float) -> None:
     # The gloo half carries objects and checkpoint planning, so that neither touches the GPU's queue. Without device_id: NCCL
     # takes the current device, which choose_device has set, and groups of gloo alone can still be made beside it.
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes), **_own_store())
+
+
+def _own_store() -> dict[str, Any]:
+    """After a restart torchrun's store still has the addresses of the dead ranks, and gloo would fail or wait for them (pytorch
+    issue 135712): each attempt gets its own part of it. On several nodes each torchrun counts for itself; there launch/env.sh keeps
+    torchrun from sharing its store."""
+    env = os.environ
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or env.get("LOCAL_WORLD_SIZE") != env["WORLD_SIZE"]:
+        return {}
+    store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), int(env["WORLD_SIZE"]), is_master=False)
+    part = dist.PrefixStore(f"kamui/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return {"store": part, "rank": int(env["RANK"]), "world_size": int(env["WORLD_SIZE"])}
 
 
 def make_mesh(device: torch.device, replicate: int, shard: int) -> DeviceMesh | None:

@@ -22,7 +22,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
             record = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if isinstance(record, dict) and "kind" in record:
+        if isinstance(record, dict) and "kind" in record and type(record.get("step", 0)) is int:
             records.append(record)
     return records
 
@@ -41,7 +41,8 @@ def forget_after(path: Path, step: int) -> tuple[int, float]:
         stays = r["kind"] in OF_ATTEMPTS or r.get("action") == "rollback" or r.get("step", 0) <= step
         (kept if stays else lost).append(r)
     write_text(path, "".join(json.dumps(r) + "\n" for r in kept))
-    seconds = math.fsum(r.get(COSTS.get(r["kind"], "")) or 0.0 for r in lost)
+    costs = [r.get(COSTS.get(r["kind"], "")) for r in lost]
+    seconds = math.fsum(cost for cost in costs if isinstance(cost, float | int))
     return len([r for r in lost if r["kind"] == "step"]), seconds
 
 

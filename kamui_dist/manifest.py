@@ -85,6 +85,13 @@ def step_directories(directory: Path) -> list[tuple[int, Path]]:
     return sorted((int(name[1]), path) for name, path in found if name and path.is_dir() and not path.is_symlink())
 
 
+def step_links(directory: Path) -> list[Path]:
+    """Symbolic links in `directory` that have the name of a checkpoint: `step_directories` takes them for none."""
+    if not directory.is_dir():
+        return []
+    return sorted(path for path in directory.iterdir() if _STEP_NAME.fullmatch(path.name) and path.is_symlink())
+
+
 def open_checkpoint(path: Path) -> Checkpoint:
     """Reads the manifest and the names of one checkpoint; its files are not hashed (`verify` does).
 

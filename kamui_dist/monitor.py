@@ -41,9 +41,11 @@ class Monitor:
         self.cfg, self.plan, self.device, self.clock = cfg, plan, device, clock
         self.module = parallel.unwrap(model)
         self.blocks = parallel.blocks(self.module)
-        of = {name: self._layer_of(name) for name, _ in self.module.named_parameters()}
+        # Integers and what is empty have no length, and no share in anything.
+        seen = [name for name, p in self.module.named_parameters() if p.numel() and p.is_floating_point()]
+        of = {name: self._layer_of(name) for name in seen}
         self.layers = list(dict.fromkeys(of.values()))
-        self.layer = {name: self.layers.index(layer) for name, layer in of.items()}  # of each parameter
+        self.layer = {name: self.layers.index(layer) for name, layer in of.items()}  # of each of `seen`
         self.noise, self.own = NoiseScale(), OwnGradient(model, cfg, plan)
         self.due = False  # a look, in this step
         self.probed = False  # for causality, once a start
@@ -72,6 +74,8 @@ class Monitor:
         began = time.perf_counter()
         gradients, elements, still = {}, [0] * len(self.layers), [0] * len(self.layers)
         for name, parameter in self.module.named_parameters():
+            if name not in self.layer:
+                continue
             elements[self.layer[name]] += parameter.numel()
             if parameter.grad is None:
                 still[self.layer[name]] += parameter.numel()
@@ -79,7 +83,7 @@ class Monitor:
                 gradients[name] = local_part(parameter.grad)
         self.frozen = [a / b for a, b in zip(still, elements, strict=True)]
         self.squares = [s * unscale**2 for s in (self._squares(gradients), self.own.take(self.device))]
-        self.weights = {name: weight.clone() for name, weight in parallel.local_weights(self.module).items()}
+        self.weights = {name: weight.clone() for name, weight in self._local_weights().items()}
         self.spent = time.perf_counter() - began
 
     @torch.no_grad()
@@ -99,7 +103,7 @@ class Monitor:
         A number that is not finite is None.
         """
         began = time.perf_counter()
-        now = parallel.local_weights(self.module)
+        now = self._local_weights()
         torch._foreach_sub_([self.weights[name] for name in now], list(now.values()))
         gradients, own = self.squares
         updates, weights = self._squares(self.weights), self._squares(now)
@@ -149,6 +153,9 @@ class Monitor:
             layers[name]["attention_logit_max"] = None if any(map(math.isnan, largest)) else number(max(largest))
         record["detail_seconds"] = self.spent + time.perf_counter() - began
         return record
+
+    def _local_weights(self) -> dict[str, Tensor]:
+        return {name: part for name, part in parallel.local_weights(self.module).items() if name in self.layer}
 
     def _squares(self, tensors: dict[str, Tensor]) -> Tensor:
         """The squared 2-norm of each layer, of this rank's parts of its parameters: fp64, (layers,)."""

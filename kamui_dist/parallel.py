@@ -24,7 +24,7 @@ from kamui_dist.errors import UserError
 from kamui_dist.model import parameter_generator
 from kamui_dist.plan import Plan
 from kamui_dist.precision import DTYPES
-from kamui_dist.tensors import local_part
+from kamui_dist.tensors import check_storable, local_part
 
 
 def parallelize(model: nn.Module, cfg: Config, plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> nn.Module:
@@ -37,6 +37,7 @@ def parallelize(model: nn.Module, cfg: Config, plan: Plan, mesh: DeviceMesh | No
     on_meta = any(p.is_meta for p in model.parameters())
     if not on_meta:
         model.to(device)
+        _make_dense(model)
         _broadcast(model)
     if cfg.model.compile:
         for block in blocks(model).values():
@@ -54,9 +55,11 @@ def parallelize(model: nn.Module, cfg: Config, plan: Plan, mesh: DeviceMesh | No
 
 
 def check_shards(model: nn.Module, plan: Plan) -> None:
-    """Raises UserError if some rank would hold nothing of a block. Before anything is made; also on meta."""
+    """Raises UserError if some rank would hold nothing of a block, or a checkpoint could not hold the model. Before anything is
+    made; also on meta."""
+    check_storable(model)
     sizes = [[p.shape[0] if p.ndim else 1 for p in block.parameters()] for block in blocks(model).values() or [model]]
-    rows = min(max(size) for size in sizes if size)
+    rows = min((max(size) for size in sizes if any(size)), default=plan.shard)  # what is empty cannot be held
     if plan.shard > rows:
         raise UserError(
             f"parallel.shard ({plan.shard}) is more than the rows ({rows}) of the model's smallest block: some ranks would "
@@ -103,6 +106,17 @@ def copy_full(tensor: torch.Tensor, full: torch.Tensor) -> None:
         tensor.to_local().copy_(shard.to_local())
     else:
         tensor.copy_(full)
+
+
+def _make_dense(model: nn.Module) -> None:
+    """Gives a buffer that is an expanded view memory of its own: into one element for several nothing can be received or loaded."""
+    dense: dict[int, torch.Tensor] = {}  # a buffer that two modules share stays one
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and any(n > 1 and s == 0 for n, s in zip(buffer.shape, buffer.stride(), strict=True)):
+                module._buffers[name] = dense.setdefault(
+                    id(buffer), buffer.clone(memory_format=torch.contiguous_format)
+                )
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 from kamui_dist import distributed
 from kamui_dist.knobs import CheckpointSection, Watch
@@ -25,11 +26,17 @@ def pin_file(checkpoint: Path) -> Path:
 
 def best_step(directory: Path) -> int | None:
     """The step that best.json names: of what was saved, the best by validation loss. None without a readable one."""
-    try:
-        step = json.loads((directory / "best.json").read_text(encoding="utf-8"))["step"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    step = (read_best(directory) or {}).get("step")
     return step if type(step) is int else None
+
+
+def read_best(directory: Path) -> dict[str, Any] | None:
+    """best.json; None without a readable one."""
+    try:
+        found = json.loads((directory / "best.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def prune(directory: Path, keep: int, keep_every: int, protect: set[int]) -> list[int]:

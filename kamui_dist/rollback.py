@@ -166,26 +166,34 @@ def condemn(run_dir: Path, state: State, findings: list[Finding]) -> None:
 
 def obey(run_dir: Path) -> list[dict[str, Any]]:
     """At a start, before a checkpoint is chosen: sets aside those that a rollback has condemned. Collective. Returns the
-    rollbacks of the run; [] if there were none."""
+    rollbacks of the run; [] if there were none. Raises UserError, before anything is moved, for one that goes back to nothing."""
     with distributed.together():
         ordered = read(run_dir) if distributed.is_main() else []
-        for number, r in enumerate(ordered, 1):
-            _condemn(run_dir / "checkpoints", number, r)
+        for r, gone in [(r, _condemned(run_dir, number, r)) for number, r in enumerate(ordered, 1)]:
+            why = f"rolled back: {r['kind']} at step {r['trigger_step']}" if gone else ""
+            _take_out(run_dir / "checkpoints", gone, r["step"], why)
     told: list[dict[str, Any]] = distributed.broadcast_object(ordered)
     return told
 
 
-def _condemn(directory: Path, number: int, r: dict[str, Any]) -> None:
-    """Checkpoints that are later than rollback `number` goes back to, and were there before it."""
-    steps = checkpoint.step_directories(directory)
-    gone = {step for step, path in steps if step > r["step"] and _rollbacks_of(path) < number}
-    _take_out(directory, gone, r["step"], f"rolled back: {r['kind']} at step {r['trigger_step']}")
+def _condemned(run_dir: Path, number: int, r: dict[str, Any]) -> set[int]:
+    """Checkpoints that are later than rollback `number` goes back to, and were there before it. Raises UserError if there are
+    some, and the one that it goes back to is not there: setting them aside would lose what they hold for nothing."""
+    steps = dict(checkpoint.step_directories(run_dir / "checkpoints"))
+    gone = {step for step, path in steps.items() if step > r["step"] and _rollbacks_of(path) < number}
+    if gone and r["step"] not in steps:
+        raise UserError(
+            f"{run_dir / 'rollbacks.json'} goes back to step {r['step']}, of which there is no checkpoint, and would set aside "
+            f"{', '.join(map(str, sorted(gone)))}; bring that checkpoint back, or put the file right, or remove it: then those "
+            "rollbacks hold that the newest checkpoint knows"
+        )
+    return gone
 
 
 def _take_out(directory: Path, gone: set[int], good: int, why: str) -> None:
     """Sets aside the checkpoints of the steps `gone`; if the best is among them, the one that was best at step `good` is again."""
     steps = dict(checkpoint.step_directories(directory))
-    for step in sorted(gone):
+    for step in sorted(gone & steps.keys()):  # an earlier rollback may have taken it
         target = checkpoint.set_aside(steps[step], why)
         print(f"note: {target.name} was moved to {target} ({why}); the run goes on from step {good}", flush=True)
     if checkpoint.best_step(directory) in gone:

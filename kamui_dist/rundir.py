@@ -22,7 +22,9 @@ from kamui_dist.config import Config
 from kamui_dist.errors import EXIT_FINISHED, EXIT_HUNG, EXIT_STOPPED, UserError
 from kamui_dist.files import FULL, write_json, write_text
 from kamui_dist.lock import Lock, held_by_other
+from kamui_dist.manifest import step_directories, step_links
 from kamui_dist.plan import Plan
+from kamui_dist.retention import read_best
 from kamui_dist.state import State
 
 _RANK_0_SECONDS = 3.0  # in which it tells a failure that all ranks have, if it lives
@@ -34,11 +36,19 @@ _ours: bool | None = None  # on all ranks: whether this start holds the run dire
 
 def locate(cfg: Config) -> Path:
     """One directory for all ranks, whatever their working directories, and from now on for nobody else: if it is there, it is
-    locked before anything in it is read or changed. Makes none. Collective. Raises UserError saying who holds it."""
+    locked before anything in it is read or changed. Makes none. Collective. Raises UserError saying who holds it, or which of
+    its checkpoints is a link."""
     path = Path(distributed.broadcast_object(str(Path(cfg.run.dir or "").absolute())))
     release()
+    status.remember(path)  # no rank gets past _take, and tells of a failure, before all have
     if distributed.broadcast_object(path.is_dir()):
         _take(path)
+        with distributed.together():
+            if distributed.is_main() and (links := step_links(path / "checkpoints")):
+                raise UserError(
+                    f"{links[0]} is a symbolic link, and a checkpoint has to be a directory; move the directory itself back "
+                    "to this name, or remove the link to go on without it"
+                )
     return path
 
 
@@ -249,6 +259,20 @@ def _where_ranks_were(cfg: Config) -> str:
     path, ranks = Path(cfg.run.dir or ""), int(os.environ.get("WORLD_SIZE", "1"))
     told = watchdog.who_hangs(watchdog.read_beats(path, ranks), ranks) if _ours and ranks > 1 else ""
     return f"\n{told}" if told else ""
+
+
+def mend_best(path: Path, state: State) -> None:
+    """At a start: best.json as the checkpoint that the run goes on from knows it, if that best one is there. A kill may have come
+    between it and best.json, or the file is lost: then nothing would protect it. Collective."""
+    with distributed.together():
+        directory = path / "checkpoints"
+        if distributed.is_main() and state.best_step in dict(step_directories(directory)):
+            best = {"step": state.best_step, "val_loss": state.best_val_loss}
+            try:
+                if read_best(directory) != best:
+                    write_json(directory / "best.json", best)
+            except OSError as error:
+                raise UserError(_no_access(path, "written", error)) from None
 
 
 def published(path: Path, state: State) -> None:

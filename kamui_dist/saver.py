@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from kamui_dist import checkpoint, distributed, health, parallel, retention, rundir
 from kamui_dist.checkpoint import Checkpoint, CheckpointError
 from kamui_dist.config import Config
+from kamui_dist.errors import UserError
 from kamui_dist.files import FULL
 from kamui_dist.metrics import Metrics
 from kamui_dist.noise import NoiseScale
@@ -32,7 +33,7 @@ from kamui_dist.precision import LossScaler
 from kamui_dist.staging import Staging
 from kamui_dist.state import State
 from kamui_dist.storage import checkpoint_group, planned
-from kamui_dist.tensors import buffer_names, local_part, training_tensors
+from kamui_dist.tensors import buffer_names, local_part, model_tensors, training_tensors
 from kamui_dist.watch import Finding, Watch
 
 
@@ -76,6 +77,7 @@ class Saver:
         self.condemned: Finding | None = None  # why the run must stop
         self._job: _Job | None = None  # in flight
         self._staging = Staging()
+        self._built = _kinds(model_tensors(module))  # what a resumed run will have to fill
         self._mine: set[str] = set()  # names of what this rank writes, of tensors with this signature
         self._signature = ""
         self._owed = False
@@ -103,7 +105,8 @@ class Saver:
         returns at once: `poll`, before the next update, waits until everything is copied.
 
         final: nothing comes after it. It is waited for, tried even if there seems to be no room, and must succeed.
-        Raises CheckpointError, on every rank, if it failed for another reason than the storage, or is `final` and failed.
+        Raises CheckpointError, on every rank, if it failed for another reason than the storage, or is `final` and failed;
+        UserError, on every rank and before anything is written, if no run could resume from it.
         """
         self._owed = False
         began = time.perf_counter()
@@ -214,8 +217,15 @@ class Saver:
         parts = ((name, local_part(t).shape, t.shape, t.dtype) for name, t in tensors.items())
         signature = hashlib.sha256(repr(list(parts)).encode()).hexdigest() if self.cfg.checkpoint.async_ else ""
         room = retention.free_bytes(self.directory)
-        mine = (bad[:3], health.digest(sums), room, signature != self._signature)
+        mine = (bad[:3], health.digest(sums), room, self._changed(tensors), signature != self._signature)
         told = distributed.gather_objects(mine, self._group)
+        if changed := next((text for *_, text, _ in told if text), ""):
+            refused = UserError(
+                f"model.factory = {self.cfg.model.factory!r}: since the model was built {changed}; a checkpoint of it could not be "
+                "resumed, so none is written; give it its final shape and type at once, or persistent=False"
+            )
+            refused.agreed = True
+            raise refused
         if broken := {rank: names for rank, (names, *_) in enumerate(told) if names}:
             return health.not_finite(step, broken)
         groups = [[(rank, told[rank][1]) for rank in group] for group in parallel.replicas(self.plan)]
@@ -233,6 +243,15 @@ class Saver:
         if any(changed for *_, changed in told):
             self._mine, self._signature = planned(tensors), signature
         return None
+
+    def _changed(self, tensors: dict[str, Tensor]) -> str:
+        """What of the model's state is not as it was built, in words."""
+        now = _kinds({name: tensor for name, tensor in tensors.items() if name.startswith("model.")})
+        return ", ".join(
+            f"{name.removeprefix('model.')} went from {self._built.get(name, 'None')} to {now.get(name, 'None')}"
+            for name in dict.fromkeys([*self._built, *now])
+            if self._built.get(name) != now.get(name)
+        )
 
     def _no_room(self, step: int, room: int, needed: int) -> Finding:
         return Finding(
@@ -259,3 +278,8 @@ class Saver:
             return "It was the last of this run: then start the same command again, which goes on from the one before."
         every = self.cfg.checkpoint.every
         return f"Training goes on, earlier checkpoints stay, the next try is at the next multiple of {every} steps."
+
+
+def _kinds(tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Shape and type of each, as the user knows them."""
+    return {name: f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in tensors.items()}

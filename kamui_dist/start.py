@@ -23,6 +23,7 @@ from kamui_dist.precision import LossScaler
 from kamui_dist.resume_report import Change
 from kamui_dist.schedule import lr_at
 from kamui_dist.signals import Pace
+from kamui_dist.state import State
 from kamui_dist.tensors import model_tensors
 from kamui_dist.watch import Watch
 
@@ -126,6 +127,7 @@ def find_checkpoint(cfg: Config, run_dir: Path, data: TrainingData) -> Checkpoin
             " data.allow_change=true to go on with these"
         )
     distributed.raise_together(UserError("\n".join(faults)) if faults else None)
+    rundir.mend_best(run_dir, State.from_dict(found.state["state"]))
     return found
 
 
@@ -140,7 +142,8 @@ def pace(cfg: Config, run_dir: Path, validates: bool, parameters: int, saved: Ca
     guess = 0.0
     if distributed.is_main():
         before = [r for r in history.read_records(run_dir / "metrics.jsonl") if r["kind"] == "checkpoint"]
-        guess = float((before[-1].get("save_seconds") if before else None) or 12 * parameters / 250e6)
+        last = before[-1].get("save_seconds") if before else None
+        guess = last if isinstance(last, float | int) and last else 12 * parameters / 250e6
     return Pace(cfg.eval.every if validates else 0, cfg.checkpoint.every, guess, saved)
 
 

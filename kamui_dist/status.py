@@ -21,6 +21,7 @@ from kamui_dist.files import sync_directory
 SPARE = ".status.spare"
 _SPARE_BYTES = 4096
 _STARTED = time.time()
+_found: tuple[Path, tuple[int, int] | None] | None = None  # by `remember`
 
 
 def reserve(run_dir: Path) -> None:
@@ -65,13 +66,29 @@ def _me() -> str:
     return f"{socket.gethostname()}.{os.getpid()}"  # ranks of two nodes may have the same pid
 
 
+def remember(run_dir: Path) -> None:
+    """On each rank, when a start comes to the run directory: the status that is there is an earlier start's."""
+    global _found
+    _found = run_dir.absolute(), _identity(run_dir)
+
+
 def told(run_dir: Path) -> bool:
-    """Whether a rank of this start has told how the run ends."""
-    found = _read(run_dir)
-    with contextlib.suppress(OSError):
-        fresh = (run_dir / "status.json").stat().st_mtime >= _STARTED
-        return fresh and found.get("outcome") not in (None, "running")
-    return False
+    """Whether a rank of this start has told how the run ends: the status is another than `remember` found, for a file server's
+    clock need not be ours. Before that, whether it is younger than this process."""
+    if _found is not None and _found[0] == run_dir.absolute():
+        fresh = _identity(run_dir) not in (None, _found[1])
+    else:
+        fresh = (_identity(run_dir) or (0, 0))[1] >= _STARTED * 1e9
+    return fresh and _read(run_dir).get("outcome") not in (None, "running")
+
+
+def _identity(run_dir: Path) -> tuple[int, int] | None:
+    """Of status.json: every write makes a new file. None without one."""
+    try:
+        found = (run_dir / "status.json").stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def step(run_dir: Path) -> int:

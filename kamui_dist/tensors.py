@@ -32,6 +32,15 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {f"model.{_plain(name)}": tensor.detach() for name, tensor in [*model.named_parameters(), *buffers]}
 
 
+def check_storable(model: nn.Module) -> None:
+    """Raises UserError if a checkpoint could not hold the model. Also on meta."""
+    unknown = {name: t.dtype for name, t in model_tensors(model).items() if t.dtype not in DTYPES.values()}
+    if unknown:
+        told = ", ".join(f"{name.removeprefix('model.')} is {dtype}" for name, dtype in unknown.items())
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
+        raise UserError(f"model.factory: {told}, which no checkpoint can hold; it can: {known}")
+
+
 def buffer_names(model: nn.Module) -> set[str]:
     """The names that `model_tensors` gives to buffers: what a forward pass may change."""
     return {f"model.{_plain(name)}" for name, _ in model.named_buffers()}

@@ -13,6 +13,9 @@ die() { # CODE MESSAGE
 python=$root/.venv/bin/python
 [[ -x $python ]] || python=$(command -v python3) || die 2 "there is no python3; run $root/launch/install.sh"
 
+# say MESSAGE: also where nobody hears it any more (the terminal was closed).
+say() { echo "$me: $1" >&2 || true; }
+
 # usage CONFIG...: the arguments must begin with a config file.
 usage() {
   if [[ $# -eq 0 || $1 == -* ]]; then die 2 "usage: $0 CONFIG [section.key=value ...]"; fi
@@ -79,17 +82,17 @@ stop_ranks() {
   local ranks=()
   mapfile -t ranks < <(ranks_of "$child")
   if ((asked == 1 && ${#ranks[@]} > 0)); then
-    echo "$me: SIG$1: asked ${#ranks[@]} ranks to stop after this step, with a checkpoint (again: within 30 s; a third time: at once)" >&2
+    say "SIG$1: asked ${#ranks[@]} ranks to stop after this step, with a checkpoint (again: within 30 s; a third time: at once)"
     kill -TERM "${ranks[@]}" 2>/dev/null || true
     # Ranks that have stopped are not a failure to be repaired by a restart.
     if ((${MAX_RESTARTS:-0} > 0)); then
       (while kill -0 "${ranks[@]}"; do sleep 0.1; done; kill -TERM "$child") 2>/dev/null &
     fi
   elif ((asked <= 2)); then
-    echo "$me: SIG$1: ending torchrun" >&2
+    say "SIG$1: ending torchrun"
     kill -TERM "$child" 2>/dev/null || true
   else
-    echo "$me: SIG$1: killing torchrun and the ranks" >&2
+    say "SIG$1: killing torchrun and the ranks"
     kill -KILL "$child" "${ranks[@]}" 2>/dev/null || true
   fi
 }

@@ -359,6 +359,81 @@ def test_what_a_model_returns_in_eval_mode(place: Place) -> None:
     place.refused(*arguments, *validates, parts=("in eval mode returned a tensor of shape (4, 8, 65);",))
 
 
+class Odd(tiny.Trap):
+    """With state that is out of the ordinary, by factory_args.has."""
+
+    odd: Any
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__(cfg)
+        self.has = cfg.factory_args["has"]
+        match self.has:
+            case "expanded":
+                self.register_buffer("odd", torch.ones(1, 4).expand(3, 4))
+            case "complex":
+                self.register_buffer("odd", torch.ones(3, dtype=torch.complex64))
+            case "uint16":
+                self.odd = nn.Parameter(torch.ones(3, dtype=torch.uint16), requires_grad=False)
+            case "late":
+                self.register_buffer("odd", None)
+            case "growing":
+                self.register_buffer("odd", torch.zeros(1))
+            case "transient":
+                self.register_buffer("odd", None, persistent=False)
+            case "integers":
+                self.odd = nn.Parameter(torch.arange(3), requires_grad=False)
+            case "empty":
+                self.odd = nn.Linear(4, 0)
+            case "empty block":
+                self.odd = nn.ModuleList([nn.Linear(4, 0, bias=False)])
+
+    def forward(self, x: Any, y: Any) -> Any:
+        if self.has in ("late", "transient"):
+            self.odd = torch.ones(2)
+        if self.has == "growing" and self.training:
+            self.odd = torch.cat([self.odd, torch.ones(1)])
+        return super().forward(x, y)
+
+
+odd = Odd
+
+
+def has(what: str) -> tuple[str, str]:
+    return f"model.factory={HERE}:odd", f"model.factory_args={{has='{what}'}}"
+
+
+@pytest.mark.parametrize("what", ["expanded", "transient"])
+def test_a_model_with_odd_state_resumes(place: Place, what: str) -> None:
+    assert place.start(*has(what)) == (0, [])
+    assert place.start(*has(what), "train.steps=3") == (0, [])
+    assert tiny.status(place.run_dir)["step"] == 3
+
+
+@pytest.mark.parametrize("what", ["complex", "uint16"])
+def test_a_model_that_no_checkpoint_can_store(place: Place, what: str) -> None:
+    place.refused(*has(what), parts=("model.factory: ", f"odd is torch.{what}", "bfloat16"))
+    nothing_made(place)
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [("late", "odd went from None to (2,) float32"), ("growing", "odd went from (1,) float32 to (9,) float32")],
+)
+@pytest.mark.parametrize("aside", ["true", "false"])
+def test_a_model_whose_state_changes_shape(place: Place, what: str, change: str, aside: str) -> None:
+    place.refused(*has(what), f"checkpoint.async={aside}", parts=("model.factory", change, "persistent=False"))
+    assert tiny.steps_saved(place.run_dir) == []
+    assert not list((place.run_dir / "checkpoints").glob(".tmp-*"))
+
+
+@pytest.mark.parametrize("what", ["integers", "empty", "empty block"])
+def test_parameters_that_have_no_norm(place: Place, what: str) -> None:
+    assert place.start(*has(what), "log.detail_every=1")[0] == 0
+    details = [r for r in map(json.loads, (place.run_dir / "metrics.jsonl").open()) if r["kind"] == "detail"]
+    assert len(details) == 2
+    assert all("odd" not in r["layers"] and "head" in r["layers"] for r in details)
+
+
 def _returned(base: Path, data: Path) -> list[tuple[str, bool]]:
     told = []
     for name, mesh in (("ddp", {}), ("fsdp", {"parallel__shard": -1, "parallel__replicate": 1})):

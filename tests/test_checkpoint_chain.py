@@ -21,7 +21,7 @@ import torch
 
 from kamui_dist import checkpoint, cli, distributed, files, health, parallel, retention
 from kamui_dist.checkpoint import CheckpointError
-from kamui_dist.errors import EXIT_DIVERGED
+from kamui_dist.errors import EXIT_DIVERGED, UserError
 from kamui_dist.plan import Plan
 from tests import corruption, tiny
 from tests.benchmarks.checkpoint_time import build
@@ -404,6 +404,40 @@ def test_a_run_keeps_what_is_pinned_and_the_best_that_was_saved(tmp_path, data, 
     out = capsys.readouterr().out
     assert "verified, best" in out
     assert f"{tiny.records(run, 'eval')[0]['val_loss']:.4f}" in out
+
+
+@pytest.mark.parametrize("left", [None, "{", '{"step": 9, "val_loss": 1.0}', '{"step": 4, "val_loss": 1.0}'])
+def test_the_best_is_protected_though_its_file_was_lost(tmp_path, data, left):
+    """As after a kill between a checkpoint and best.json."""
+    run = tmp_path / "run"
+    changes = {"checkpoint__every": 2, "data__val_path": str(data), "eval__every": 2, "eval__batches": 1}
+    assert tiny.run(tiny.config(run, data, train__steps=4, optim__lr=0.0, **changes)) == 0
+    best = run / "checkpoints" / "best.json"
+    told = best.read_text()
+    assert json.loads(told)["step"] == 2
+    best.unlink() if left is None else best.write_text(left)
+    worse = tiny.config(run, data, train__steps=8, optim__lr=50.0, checkpoint__keep=1, **changes)
+    tiny.run(worse)
+    losses = [r["val_loss"] for r in tiny.records(run, "eval")]
+    assert len(losses) == 4
+    assert min(losses[2:]) > losses[0]
+    assert tiny.steps_saved(run) == [2, 8]
+    assert best.read_text() == told
+
+
+def test_a_checkpoint_that_is_a_link_is_refused_at_a_start(tmp_path, data):
+    run = tmp_path / "run"
+    cfg = tiny.config(run, data, train__steps=4, checkpoint__every=2)
+    assert tiny.run(cfg) == 0
+    link = run / "checkpoints" / "step-00000004"
+    link.rename(tmp_path / "elsewhere")
+    link.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"step-00000004 is a symbolic link, .*; move the directory itself back"):
+        tiny.run(cfg)
+    link.unlink()
+    (tmp_path / "elsewhere").rename(link)
+    assert tiny.run(cfg) == 0
+    assert tiny.steps_saved(run) == [2, 4]
 
 
 class Deleting:

@@ -228,3 +228,19 @@ def test_other_ranks_print_and_write_nothing(tmp_path: Path, capsys: pytest.Capt
     metrics.close()
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr() == ("", "")
+
+
+def test_records_that_somebody_has_spoilt_are_passed_over(tmp_path):
+    """A start must not fail for them: they are for people."""
+    path = tmp_path / "metrics.jsonl"
+    spoilt: list[dict[str, Any]] = [
+        {"step": None},
+        {"step": "7"},
+        {"step": 2.5},
+        {"step": 9, "step_seconds": "x"},
+        {"step": 8, "step_seconds": 2.0},
+        {"step": 3},
+    ]
+    path.write_text("".join(json.dumps({"kind": "step", **r}) + "\n" for r in spoilt))
+    assert forget_after(path, 5) == (2, 2.0)
+    assert read_records(path) == [{"kind": "step", "step": 3}]

@@ -423,3 +423,18 @@ def test_a_state_from_before_there_were_rollbacks() -> None:
     assert State.from_dict(old) == State(step=3)
     assert dataclasses.asdict(State())["rollbacks"] == []
     assert read_records(Path("none.jsonl")) == []
+
+
+def test_an_order_back_to_nothing_moves_nothing(tmp_path: Path, data: Path) -> None:
+    run_dir = tmp_path / "a"
+    cfg = config(run_dir, data, train__steps=12)
+    assert tiny.run(cfg) == 0
+    r = {"gap": [64, 96], "trigger_step": 11, "step": 3, "kind": "spike", "message": "", "lr_factor": 1.0, "warmup": 0}
+    (run_dir / "rollbacks.json").write_text(json.dumps([r | {"step": 8}, r]))
+    with pytest.raises(UserError, match=r"rollbacks.json goes back to step 3, .* would set aside 4, 8, 12;"):
+        rollback.obey(run_dir)
+    assert tiny.steps_saved(run_dir) == [4, 8, 12], "not for the first of the two either"
+    (run_dir / "rollbacks.json").write_text(json.dumps([r | {"step": 8}, r | {"step": 4}]))
+    (run_dir / "checkpoints" / "step-00000004" / "manifest.json").write_text("{")
+    rollback.obey(run_dir)  # it is there, but damaged: what becomes of it is not for us to judge
+    assert tiny.steps_saved(run_dir) == [4]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -382,3 +383,39 @@ def test_other_commands_end_in_order(tmp_path: Path, number: signal.Signals) -> 
     assert f"ended by {number.name}" in told
     assert "Traceback" not in told
     assert [p.name for p in tmp_path.iterdir()] == ["text"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", ["python", "local.sh", "head", "closed"])
+def test_nobody_reads_any_more(tmp_path: Path, launch: str) -> None:
+    """A terminal that is closed is a request to stop, with a checkpoint; a reader that goes away or never was is nothing."""
+    data = tiny.write_data(tmp_path / "data", windows=512)
+    steps = 10**6 if launch in ("python", "local.sh") else 40
+    cfg = tiny.config(tmp_path / "run", data, train__steps=steps, log__every=1)
+    config = tiny.write_toml(tmp_path / "c.toml", cfg)
+    words = [sys.executable, "-m", "kamui_dist.train", str(config)]
+    env = {**os.environ, "ENV_DIR": sys.prefix, "NPROC": "2"}
+    if launch == "local.sh":
+        words = [str(ROOT / "launch" / "local.sh"), str(config)]
+    if launch in ("head", "closed"):
+        after = "| head -2" if launch == "head" else ">&-"
+        told = subprocess.run(
+            ["bash", "-o", "pipefail", "-c", f'"$@" {after}', "-", *words], cwd=ROOT, env=env, timeout=120
+        )
+        assert told.returncode == 0
+        assert tiny.status(tmp_path / "run")["outcome"] == "finished"
+        return
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.execvpe(words[0], words, env)
+    try:
+        seen = b""
+        while b" 12/1000000 " not in seen:
+            seen += os.read(terminal, 4096)
+    finally:
+        os.close(terminal)
+    os.waitpid(pid, 0)
+    status = tiny.status(tmp_path / "run")
+    assert (status["outcome"], status["exit_code"]) == ("stopped", 75), status
+    assert tiny.steps_saved(tmp_path / "run") == [status["step"]]

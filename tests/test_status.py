@@ -51,6 +51,24 @@ def test_who_has_told(tmp_path: Path) -> None:
     assert (status.told(tmp_path), status.step(tmp_path)) == (False, 0)
 
 
+def test_a_clock_that_is_ahead_hides_no_failed_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "_found", None)
+    status.write(tmp_path, "stopped", 3, "", None, False)
+    os.utime(tmp_path / "status.json", (4e9, 4e9))  # the file server's
+    assert status.told(tmp_path), "nobody knows better yet"
+    status.remember(tmp_path)
+    assert not status.told(tmp_path), "it was there before"
+    status.write(tmp_path, "failed", 3, "", None, False)
+    os.utime(tmp_path / "status.json", (1e9, 1e9))  # and one that is behind
+    assert status.told(tmp_path)
+    new = tmp_path / "new"
+    new.mkdir()
+    status.remember(new)
+    assert not status.told(new)
+    status.write(new, "failed", 0, "", None, False)
+    assert status.told(new)
+
+
 def _write_many(run: Path, name: str) -> None:
     for step in range(300):
         status.write(run, name, step, name * (step % 50), None, False)

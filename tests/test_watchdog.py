@@ -57,7 +57,7 @@ def faulty(base: Path, *, restarts: int = 0, fault: tuple[str, int, int], **over
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}",
          str(base / "faulty.py"), str(config)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
              "FAULT": what, "FAULT_RANK": str(rank), "FAULT_AT": str(at)},
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200,
     )  # fmt: skip
