@@ -18,7 +18,7 @@ from tests import failing, tiny
 from tests.failing import RUNS
 
 # What the machine that runs the tests does while they run, and what is no fault, is found where it is found.
-ANYWHERE = {"throughput-drop", "slow-rank", "clipping"}
+ANYWHERE = {"throughput-drop", "slow-rank", "clipping", "data-starvation"}
 ALONE = [name for name, run in RUNS.items() if run.ranks == 1 and run.expected]
 CAUSES = {
     "detached": "detached", "frozen": "frozen or detached", "lr-zero": "optim.lr is 0", "vanishing": "gradients vanish",

@@ -45,7 +45,9 @@ def outcomes(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[list[P
     cluster = None
     began, times = time.monotonic(), {}
     try:
-        cluster = Cluster(base / "c", nodes=2 * len(CASES), NODE_TIMEOUT="10")
+        cluster = Cluster(
+            base / "c", nodes=2 * len(CASES), NODE_TIMEOUT="40"
+        )  # later than srun: a requeue at that very moment loses the GPUs
         tiny.write_data(base / "data", windows=512)
         pool = ThreadPoolExecutor(AT_A_TIME)
 
