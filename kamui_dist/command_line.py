@@ -39,13 +39,13 @@ def begin(argv: list[str]) -> tuple[Config, signals.StopRequest]:
             sys.exit(EXIT_FINISHED)
     except BrokenPipeError:
         # The reader (head, less) has gone. Python would complain again when it flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _to_nowhere(sys.stdout)
         sys.exit(141)
     except UserError as error:
         error.alike = True
         tell(error)
         sys.exit(EXIT_USER_ERROR)
-    sys.stdout, sys.stderr = Patient(sys.stdout, 1), Patient(sys.stderr, 2)
+    sys.stdout, sys.stderr = Patient(sys.stdout), Patient(sys.stderr)
     signals.guard_start_up(stop)
     if os.environ.get("RANK", "0") == "0":
         for note in notes:
@@ -57,13 +57,19 @@ def begin(argv: list[str]) -> tuple[Config, signals.StopRequest]:
     return cfg, stop
 
 
+def _to_nowhere(stream: TextIO) -> None:
+    """From now on, also what Python still has of it to write."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
 class Patient(io.TextIOBase):
     """A text stream whose reader may go away (a terminal that is closed, head, a collector of logs that was killed), or that was
     closed from the beginning: what it does not take is lost, and the run goes on."""
 
-    def __init__(self, stream: TextIO | None, number: int) -> None:
+    def __init__(self, stream: TextIO | None) -> None:
         self.stream = stream or open(os.devnull, "w")  # noqa: PTH123, SIM115
-        self.number = number
 
     def write(self, text: str) -> int:
         self._try(lambda: self.stream.write(text))
@@ -77,7 +83,7 @@ class Patient(io.TextIOBase):
             act()
         except OSError as error:
             if error.errno in (errno.EPIPE, errno.EIO):  # for ever; a full disk may have room again
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self.number)
+                _to_nowhere(self.stream)
 
     def isatty(self) -> bool:
         return self.stream.isatty()

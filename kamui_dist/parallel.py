@@ -24,7 +24,7 @@ from kamui_dist.errors import UserError
 from kamui_dist.model import parameter_generator
 from kamui_dist.plan import Plan
 from kamui_dist.precision import DTYPES
-from kamui_dist.tensors import check_storable, local_part
+from kamui_dist.tensors import local_part
 
 
 def parallelize(model: nn.Module, cfg: Config, plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> nn.Module:
@@ -55,9 +55,7 @@ def parallelize(model: nn.Module, cfg: Config, plan: Plan, mesh: DeviceMesh | No
 
 
 def check_shards(model: nn.Module, plan: Plan) -> None:
-    """Raises UserError if some rank would hold nothing of a block, or a checkpoint could not hold the model. Before anything is
-    made; also on meta."""
-    check_storable(model)
+    """Raises UserError if some rank would hold nothing of a block. Before anything is made; also on meta."""
     sizes = [[p.shape[0] if p.ndim else 1 for p in block.parameters()] for block in blocks(model).values() or [model]]
     rows = min((max(size) for size in sizes if any(size)), default=plan.shard)  # what is empty cannot be held
     if plan.shard > rows:

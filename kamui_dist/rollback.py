@@ -26,14 +26,11 @@ from kamui_dist.files import write_json
 from kamui_dist.findings import KINDS, Finding
 from kamui_dist.history import read_records
 from kamui_dist.knobs import Watch
+from kamui_dist.retention import read_best
 from kamui_dist.state import State
 
-SPOILS = (
-    "divergence",
-    "spike",
-    "non-finite",
-    "overfitting",
-)  # what a checkpoint saved meanwhile is no good place to go on from
+# What is saved meanwhile is no good place to go on from.
+SPOILS = ("divergence", "spike", "non-finite", "overfitting")
 AGAIN = -1  # in place of an exit code: start again
 
 
@@ -160,8 +157,8 @@ def condemn(run_dir: Path, state: State, findings: list[Finding]) -> None:
                 gone = {step for step in steps if step >= since}
                 _take_out(run_dir / "checkpoints", gone, good, f"saved after the trouble of step {since} had begun")
                 if state.best_step in gone:
-                    state.best_step = checkpoint.best_step(run_dir / "checkpoints")
-                    state.best_val_loss = None if state.best_step is None else _best_val_loss(run_dir)
+                    best = read_best(run_dir / "checkpoints") or {}
+                    state.best_step, state.best_val_loss = best.get("step"), best.get("val_loss")
 
 
 def obey(run_dir: Path) -> list[dict[str, Any]]:
@@ -202,10 +199,6 @@ def _take_out(directory: Path, gone: set[int], good: int, why: str) -> None:
             write_json(directory / "best.json", {"step": best, "val_loss": state["best_val_loss"]})
         else:
             (directory / "best.json").unlink()
-
-
-def _best_val_loss(run_dir: Path) -> float:
-    return float(json.loads((run_dir / "checkpoints" / "best.json").read_text(encoding="utf-8"))["val_loss"])
 
 
 def untold(run_dir: Path, state: State) -> list[Rollback]:

@@ -69,6 +69,12 @@ class Rule:
             setattr(self, name, saved)
 
 
+def stretch(begins: int, ended: int, count: int, what: str = "steps", last: str = "the last ") -> str:
+    """A window of `count` records in words: its steps, which are more where a log does not have all of them."""
+    steps = round((ended - begins) * count / (count - 1)) if count > 1 else 1
+    return f"{last}{count:,} {what}" if steps <= count else f"{count:,} records of {last}{steps:,} {what}"
+
+
 @dataclass
 class Windows(Rule):
     """The values of a window of `size` steps, one window after the other."""
@@ -76,12 +82,14 @@ class Windows(Rule):
     cfg: knobs.Watch
     size: int
     begins: int = 0
+    ended: int = 0
     values: list[float] = field(default_factory=list)
 
     def add(self, step: int, value: float) -> bool:
         """Whether the window is now full and to be judged."""
         if not self.values or len(self.values) >= self.size:
             self.begins, self.values = step, []
+        self.ended = step
         self.values.append(value)
         return len(self.values) == self.size
 

@@ -125,9 +125,8 @@ class Divergence(Rule):
             return None
         if self.since is None:
             above = sum(value > self.best + limit for value in self.recent)
-            self.since = self.steps[
-                -min(above, len(self.steps))
-            ]  # a median notices it when half its values have changed
+            # A median notices it when half its values have changed. (An older state has no steps.)
+            self.since = self.steps[-min(above, len(self.steps))]
         if step - self.since < self.cfg.divergence_steps:
             return None
         return self._sign(fast, limit)

@@ -6,18 +6,12 @@ import statistics
 from dataclasses import dataclass
 
 from kamui_dist.findings import Sign
-from kamui_dist.rules import Windows
-from kamui_dist.rules_pace import stretch
+from kamui_dist.rules import Windows, stretch
 
 
 @dataclass
 class Norms(Windows):
     warmup: int = 0
-    ended: int = 0
-
-    def add(self, step: int, value: float) -> bool:
-        self.ended = step
-        return super().add(step, value)
 
     def large(self) -> Sign | None:
         """Above norm_limit in all of the window."""

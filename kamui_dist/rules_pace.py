@@ -10,19 +10,13 @@ from itertools import pairwise
 
 from kamui_dist import knobs
 from kamui_dist.findings import Sign
-from kamui_dist.rules import Rule, Windows
+from kamui_dist.rules import Rule, Windows, stretch
 
 OFTEN = 0.8  # share of a window's steps in which the same rank has to be the slow one
 POINTS = 16  # of memory over the whole run
 CREEP_POINTS = 6  # at least, to call it a trend
 STILL = 0.7  # a trend's second half has at least this share of its mean slope
 CREEP_GIB = 1 / 16  # less than this is the allocator's business
-
-
-def stretch(begins: int, ended: int, count: int, what: str = "steps", last: str = "the last ") -> str:
-    """A window of `count` records in words: its steps, which are more where a log does not have all of them."""
-    steps = round((ended - begins) * count / (count - 1)) if count > 1 else 1
-    return f"{last}{count:,} {what}" if steps <= count else f"{count:,} records of {last}{steps:,} {what}"
 
 
 @dataclass
@@ -92,13 +86,8 @@ class SlowRank(Rule):
 class Throughput(Windows):
     """A window's median of tokens per second below that of the best window so far. The first window is not compared."""
 
-    ended: int = 0
     best: float = 0.0
     best_step: int = 0
-
-    def add(self, step: int, value: float) -> bool:
-        self.ended = step
-        return super().add(step, value)
 
     def sign(self) -> Sign | None:
         speed = statistics.median(self.values)

@@ -24,7 +24,7 @@ from kamui_dist.resume_report import Change
 from kamui_dist.schedule import lr_at
 from kamui_dist.signals import Pace
 from kamui_dist.state import State
-from kamui_dist.tensors import model_tensors
+from kamui_dist.tensors import check_storable, model_tensors
 from kamui_dist.watch import Watch
 
 
@@ -50,6 +50,7 @@ def build_model(cfg: Config) -> nn.Module:
         raise UserError(
             f"model.factory = {cfg.model.factory!r} returned parameters on the meta device and no init_parameter"
         )
+    check_storable(model)
     return model
 
 

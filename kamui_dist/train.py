@@ -269,6 +269,7 @@ def main() -> int:
     """`train`, with every way to end told: on stderr, in status.json, by the exit code."""
     cfg, stop = COMMAND
     gc.freeze()  # what has been imported stays
+    gc.enable()
     try:
         while (code := train(cfg, stop)) == rollback.AGAIN:
             gc.collect()  # the model of before
