@@ -118,9 +118,11 @@ DEATHS = [("import", 1, "kill"), ("init", 0, "kill"), ("init", 1, "raise"), ("me
 @pytest.fixture(scope="module")
 def deaths(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, str], tuple[Faulty, int, str]]:
     """All of them, two at a time: much of each is waiting."""
+    # pytest makes its directories from one thread: two that ask for the first of a worker get in each other's way.
+    base = tmp_path_factory.mktemp("deaths")
 
     def die(death: tuple[str, int, str]) -> tuple[Faulty, int, str]:
-        faulty = Faulty(tmp_path_factory.mktemp("death"), *death)
+        faulty = Faulty(base / "-".join(map(str, death)), *death)
         return faulty, *faulty.end()
 
     with ThreadPoolExecutor(2) as pool:
