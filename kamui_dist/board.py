@@ -94,7 +94,7 @@ def points(kind: str, record: dict[str, Any]) -> dict[str, float]:
     for name, source in (record.get("sources") or {}).items():
         found |= {f"data/{what}_{name}": float(v) for what, v in source.items() if v is not None}
     for name, layer in (record.get("layers") or {}).items():
-        found |= {f"layers_{what}/{name}": float(v) for what, v in layer.items() if v is not None}
+        found |= {f"layers_{what}/{name}": float(v) for what, v in layer.items() if v is not None and what != "trains"}
     if kind == "eval" and "best" not in record:
         other = f"val_{record['set']}/"
         found = {tag.replace("val/", other, 1): v for tag, v in found.items() if tag.startswith("val/")}

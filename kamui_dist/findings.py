@@ -105,6 +105,11 @@ KINDS = {
         "a learning rate too high to settle or too low to move, a model too small, or parts of it without gradient.",
         "let the learning rate decay (schedule.kind=cosine or wsd), or change optim.lr; see that the model can do more.",
     ),
+    "dead-layers": Kind(
+        "layers that no gradient reaches, while others learn",
+        "they are not part of the way to the loss: detached, overwritten, or multiplied by 0.",
+        "see what becomes of their output in forward; if it is meant so, set requires_grad=False for them.",
+    ),
     "overfitting": Kind(
         "the validation loss rises while the training loss falls",
         "too little data for this model and so many passes over it.",

@@ -269,6 +269,7 @@ class Watch(Section):
     on_slow_rank: Action = knob("note", "as on_spike")
     on_throughput_drop: Action = knob("note", "as on_spike")
     on_memory_growth: Action = knob("warn", "as on_spike")
+    on_dead_layers: Action = knob("warn", "as on_spike; looked at every log.detail_every steps")
     max_rollbacks: Int = knob(3, "so many rollbacks in a run; the next one stops it", ge=0)
     rollback_steps: Int = knob(100, "a rollback goes back, and leaves out the data, from so many steps before", ge=0)
     rollback_lr_factor: Float = knob(1.0, "the learning rate after a rollback, times this", gt=0, le=1)

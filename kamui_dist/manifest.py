@@ -95,17 +95,19 @@ def step_links(directory: Path) -> list[Path]:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Reads the manifest and the names of one checkpoint; its files are not hashed (`verify` does).
 
-    Raises CheckpointError if the manifest is missing or damaged, or another step's, or there are files that it does not
-    list; OSError if something cannot be read.
+    Raises CheckpointError if the manifest is missing or damaged, or another step's; OSError if something cannot be read.
     """
     manifest = read_manifest(path)
     name = _STEP_NAME.fullmatch(path.name)
     if name and int(name[1]) != manifest["step"]:
         raise CheckpointError(f"{path} holds step {manifest['step']}: it was renamed")
-    strange = {entry.name for entry in path.iterdir()} - {MANIFEST, "reason.txt", *manifest["files"]}
-    if strange := {name for name in strange if not name.startswith(".nfs")}:
-        raise CheckpointError(f"{path} holds what its manifest does not list: {', '.join(sorted(strange))}")
     return Checkpoint(path, manifest["step"], manifest)
+
+
+def strangers(checkpoint: Checkpoint) -> list[str]:
+    """What lies in its directory and is none of its files: somebody's note, or what a file server leaves. Nobody reads it."""
+    known = {MANIFEST, "reason.txt", *checkpoint.manifest["files"]}
+    return sorted(entry.name for entry in checkpoint.path.iterdir() if entry.name not in known)
 
 
 def verify(path: Path) -> None:

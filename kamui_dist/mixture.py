@@ -15,6 +15,7 @@ windows does.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import heapq
 import json
@@ -29,6 +30,7 @@ from kamui_dist.stream import TokenStream
 
 _BITS = 38  # of a share; two halves of a 48-bit position times a share fit 64 bits
 _HALF = 24
+SAMPLED = 256  # windows that are read at a start, to see whether the data are those that they were
 
 
 @dataclass
@@ -120,6 +122,13 @@ class TrainingData:
         if self.mixed:
             parts = [[name, s.fingerprint, float(w)] for name, s, w in zip(names, streams, weights, strict=True)]
             self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    @functools.cached_property
+    def sample(self) -> str:
+        """SHA-256 of windows of all sources (TokenStream.sample). Read once. Raises UserError for files that cannot be read."""
+        each = max(1, SAMPLED // len(self.streams))
+        parts = [stream.sample(self.context_length, each) for stream in self.streams]
+        return parts[0] if not self.mixed else hashlib.sha256("".join(parts).encode()).hexdigest()
 
     @property
     def tokenizer(self) -> str | None:

@@ -51,6 +51,10 @@ class Monitor:
         self.probed = False  # for causality, once a start
         self.spent = 0.0  # seconds in `before_update`
         self.frozen: list[float] = []  # share of each layer
+        trains = {
+            self.layer[name] for name, p in self.module.named_parameters() if name in self.layer and p.requires_grad
+        }
+        self.trains = [i in trains for i in range(len(self.layers))]  # what nobody froze
         self.weights: dict[str, Tensor] = {}  # before the update
         self.squares: list[Tensor] = []  # of the gradients of each layer, and of this rank's own
 
@@ -91,7 +95,8 @@ class Monitor:
         """The record, the same on every rank but for detail_seconds. Collective. Of x, y, documents (B, T) the first row is used.
 
             layers              name -> grad_norm, weight_norm (after the update), update_norm (0: no update, or skipped),
-                                update_ratio = update_norm / weight_norm, frozen (share of its elements that has no gradient);
+                                update_ratio = update_norm / weight_norm, frozen (share of its elements that has no gradient),
+                                trains (whether a parameter of it asks for one);
                                 of a block activation_rms (of its output, mean square over all ranks' sequences), and
                                 attention_logit_max (our own attention; largest over ranks, heads and positions)
             noise_scale ...     see noise.py; absent with one process and one micro-batch
@@ -130,8 +135,9 @@ class Monitor:
             name: {
                 "grad_norm": number(g), "weight_norm": number(w), "update_norm": number(u),
                 "update_ratio": number(u / w) if w else None, "frozen": frozen,
+                "trains": trains,
             }
-            for name, g, u, w, frozen in zip(self.layers, *norms, self.frozen, strict=True)
+            for name, g, u, w, frozen, trains in zip(self.layers, *norms, self.frozen, self.trains, strict=True)
         }  # fmt: skip
         record: dict[str, Any] = {"layers": layers}
         own_squares, waits = next(columns), next(columns)

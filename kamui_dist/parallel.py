@@ -55,7 +55,13 @@ def parallelize(model: nn.Module, cfg: Config, plan: Plan, mesh: DeviceMesh | No
 
 
 def check_shards(model: nn.Module, plan: Plan) -> None:
-    """Raises UserError if some rank would hold nothing of a block. Before anything is made; also on meta."""
+    """Raises UserError if some rank would hold nothing of a block, or a parameter has no rows. Before anything is made; also on
+    meta."""
+    if plan.shard > 1 and (whole := [name for name, p in model.named_parameters() if not p.ndim]):
+        raise UserError(
+            f"parallel.shard ({plan.shard}): {', '.join(whole[:3])} has no dimension to shard along; give it the shape (1,), or "
+            "set parallel.shard=1"
+        )
     sizes = [[p.shape[0] if p.ndim else 1 for p in block.parameters()] for block in blocks(model).values() or [model]]
     rows = min((max(size) for size in sizes if any(size)), default=plan.shard)  # what is empty cannot be held
     if plan.shard > rows:

@@ -60,7 +60,7 @@ CLASSES: dict[str, str] = {
         "watch.on_spike", "watch.on_non_finite", "watch.on_divergence", "watch.on_plateau", "watch.on_not_learning",
         "watch.on_slow_learning", "watch.on_leak", "watch.on_bad_init", "watch.on_large_norm", "watch.on_clipping",
         "watch.on_overfitting", "watch.on_data_starvation", "watch.on_slow_rank", "watch.on_throughput_drop",
-        "watch.on_memory_growth", "watch.max_rollbacks", "watch.rollback_steps", "watch.rollback_lr_factor",
+        "watch.on_memory_growth", "watch.on_dead_layers", "watch.max_rollbacks", "watch.rollback_steps", "watch.rollback_lr_factor",
         "watch.rollback_warmup",
     ), TRAJECTORY),
     **dict.fromkeys((
@@ -79,6 +79,7 @@ _SETUP = {
     "global_batch": (TRAJECTORY, "sequences a step"),
     "steps": (TRAJECTORY, "steps of the run"),
     "data_fingerprint": (TRAJECTORY, "data fingerprint"),
+    "data_sample": (TRAJECTORY, "checksum of some windows of the data"),
 }
 # Of provenance: what is not named here is harmless.
 _VERSIONS = {"kamui_dist": TRAJECTORY, "git": TRAJECTORY, "torch": ROUNDING, "numpy": ROUNDING, "device": ROUNDING,
@@ -100,7 +101,7 @@ class Change:
 
 def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """All differences, the gravest first. Both: {"config": {section: {key: value}}, "world_size", "strategy", "global_batch",
-    "steps", "data_fingerprint", "versions": {name: version}}; what an older checkpoint does not have is left out."""
+    "steps", "data_fingerprint", "data_sample", "versions": {name: version}}; what an older checkpoint does not have is left out."""
     changes = []
     old_config, new_config = _flat(before.get("config", {})), _flat(now["config"])
     for key in new_config:

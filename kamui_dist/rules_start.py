@@ -84,8 +84,9 @@ def digest(record: dict[str, Any]) -> dict[str, Any]:
     ratios = [layer["update_ratio"] for layer in layers.values() if layer.get("update_ratio")]
     updates = [layer["update_norm"] for layer in layers.values() if layer.get("update_norm") is not None]
     dead = [name for name, layer in layers.items() if layer.get("grad_norm") == 0 or layer.get("frozen") == 1]
+    asking = [name for name, layer in layers.items() if layer.get("grad_norm") == 0 and layer.get("trains")]
     return {
-        "layers": len(layers), "dead": len(dead), "names": dead[:3],
+        "layers": len(layers), "dead": len(dead), "names": dead[:3], "asking": asking if len(asking) < len(layers) else [],
         "ratio": statistics.median(ratios) if ratios else None, "update": max(updates, default=None),
     }  # fmt: skip
 
@@ -96,6 +97,17 @@ def without_gradient(detail: dict[str, Any]) -> str:
         return ""
     names = ", ".join(detail["names"]) + (", ..." if detail["dead"] > len(detail["names"]) else "")
     return f"no gradient in {detail['dead']} of {detail['layers']} layers ({names})"
+
+
+def dead_layers(before: dict[str, Any], now: dict[str, Any]) -> Sign | None:
+    """dead-layers, by the digests of two looks in a row: in the first update a layer behind weights that begin with 0 has none."""
+    names = [name for name in now["asking"] if name in before.get("asking", ())]
+    if not names:
+        return None
+    told = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return Sign(
+        f"no gradient in {len(names)} of {now['layers']} layers ({told}), in two looks in a row; the others learn."
+    )
 
 
 @dataclass

@@ -75,7 +75,7 @@ class StopRequest:
             self.code = max(self.code, REASONS.index("the launcher is gone"))
         if self.stop_file is not None and now - self._looked > 1.0:  # once a second: it may be a network file system
             self._looked = now
-            if self.stop_file.exists():
+            if os.path.isfile(self.stop_file):  # noqa: PTH113 - Path.is_file raises where a file server is away
                 self.code = max(self.code, REASONS.index("file STOP"))
                 with contextlib.suppress(OSError):  # heard: it must not stop the resumed run too
                     self.stop_file.unlink()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kamui_dist import distributed, mixture
 from kamui_dist.batches import Gaps
 from kamui_dist.config import Config
 from kamui_dist.errors import UserError
@@ -45,6 +46,29 @@ def open_datasets(cfg: Config) -> tuple[TrainingData, dict[str, TokenStream]]:
         if data.document_mask:
             stream.check_documents()
     return TrainingData(list(train.values()), list(train), weights, length), val
+
+
+def same_everywhere(train: TrainingData, val: dict[str, TokenStream]) -> None:
+    """Raises UserError on all ranks if one reads other data than rank 0, as from a copy of its node that is not the same.
+    Collective."""
+    mine = {}
+    with distributed.together():
+        mine = {"training data": (train.fingerprint, train.sample, str(train.streams[0].path))} | {
+            f"validation set {name}": (
+                stream.fingerprint,
+                stream.sample(train.context_length, mixture.SAMPLED // 8),
+                str(stream.path),
+            )
+            for name, stream in val.items()
+        }
+    first, *others = distributed.gather_objects(mine)
+    faults = [
+        f"{what} of rank {rank} ({theirs[what][2]}) is not that of rank 0: bring the same files to all nodes"
+        for rank, theirs in enumerate(others, 1)
+        for what in first
+        if theirs[what][:2] != first[what][:2]
+    ]
+    distributed.raise_together(UserError("\n".join(faults[:4])) if faults else None)
 
 
 def _check_tokenizers(streams: list[TokenStream]) -> None:

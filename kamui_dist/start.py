@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from kamui_dist import checkpoint, distributed, history, job, mixture, parallel,
 from kamui_dist.checkpoint import Checkpoint
 from kamui_dist.config import Config
 from kamui_dist.errors import UserError
+from kamui_dist.manifest import step_links
 from kamui_dist.mixture import TrainingData
 from kamui_dist.model import GPT
 from kamui_dist.noise import NoiseScale
@@ -24,7 +26,7 @@ from kamui_dist.resume_report import Change
 from kamui_dist.schedule import lr_at
 from kamui_dist.signals import Pace
 from kamui_dist.state import State
-from kamui_dist.tensors import check_storable, model_tensors
+from kamui_dist.tensors import check_storable, model_tensors, unstored
 from kamui_dist.watch import Watch
 
 
@@ -51,6 +53,13 @@ def build_model(cfg: Config) -> nn.Module:
             f"model.factory = {cfg.model.factory!r} returned parameters on the meta device and no init_parameter"
         )
     check_storable(model)
+    if (lost := unstored(model)) and distributed.is_main():
+        told = f"model.factory: state of {', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''} (get_extra_state)"
+        print(
+            f"warning: {told} is not saved; a resumed run begins with it as the factory makes it",
+            file=sys.stderr,
+            flush=True,
+        )
     return model
 
 
@@ -123,13 +132,22 @@ def find_checkpoint(cfg: Config, run_dir: Path, data: TrainingData) -> Checkpoin
         before = found.state.get("data")
         what = "" if before is None else f": {'; '.join(mixture.changes(before, data.identity))}"
         faults.append(
-            f"{'data.sources' if cfg.data.sources else 'data.path'}: the data differ from those that {found.path} was trained on"
+            f"{_data_key(cfg)}: the data differ from those that {found.path} was trained on"
             f" (fingerprint {data.fingerprint[:12]} against {found.state['data_fingerprint'][:12]}){what}; bring them back, or set"
             " data.allow_change=true to go on with these"
+        )
+    elif found.state.get("data_sample", data.sample) != data.sample and not (cfg.data.allow_change or faults):
+        faults.append(
+            f"{_data_key(cfg)}: files were changed in place: the header is that of the data that {found.path} was trained on, the "
+            "tokens are not; bring them back, or set data.allow_change=true to go on with these"
         )
     distributed.raise_together(UserError("\n".join(faults)) if faults else None)
     rundir.mend_best(run_dir, State.from_dict(found.state["state"]))
     return found
+
+
+def _data_key(cfg: Config) -> str:
+    return "data.sources" if cfg.data.sources else "data.path"
 
 
 def _shapes_weights(key: str) -> bool:
@@ -165,7 +183,7 @@ def facts(cfg: Config, plan: Plan, data: TrainingData, device: torch.device) -> 
     return {
         "config": cfg.model_dump(), "world_size": plan.world_size, "strategy": plan.strategy,
         "global_batch": plan.global_batch, "steps": plan.steps, "data_fingerprint": data.fingerprint, "data": data.identity,
-        "versions": rundir.versions(device),
+        "data_sample": data.sample, "versions": rundir.versions(device),
     }  # fmt: skip
 
 
@@ -206,6 +224,8 @@ def find_weights(cfg: Config, module: nn.Module) -> Checkpoint | Path | None:
         raise UserError(f"checkpoint.init_from: {path} is neither a directory nor a .safetensors file")
     else:
         steps = checkpoint.step_directories(path / "checkpoints")
+        if links := step_links(path / "checkpoints"):
+            raise UserError(f"checkpoint.init_from: {links[-1]} is a link; name the checkpoint that you mean, itself")
         path = steps[-1][1] if steps else path
         try:
             checkpoint.verify(path)

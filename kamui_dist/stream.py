@@ -11,6 +11,7 @@ costs less than the page faults of a fresh map. At most 64 files are open at a t
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import weakref
@@ -204,6 +205,17 @@ class TokenStream:
                 f"{self.name}: data.document_mask needs to know where documents end, and {self.path} has neither an index"
                 " of them nor a separator token; name the token that ends one with `separator`, or prepare the text again"
             )
+
+    def sample(self, context_length: int, windows: int) -> str:
+        """SHA-256 of so many windows, spread evenly over the stream: of what the files hold now, whatever is said of them.
+
+        Raises UserError as `read_raw`.
+        """
+        ids = np.unique(np.linspace(0, self.windows(context_length) - 1, windows).astype(np.int64))
+        mask = self.read_mask(ids, context_length)
+        digest = hashlib.sha256(self.read_raw(ids, context_length).tobytes())
+        digest.update(b"" if mask is None else mask.tobytes())
+        return digest.hexdigest()
 
     def locate(self, position: int) -> tuple[str, int]:
         """The file that holds token `position` of the stream, and the byte in it."""

@@ -32,6 +32,12 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {f"model.{_plain(name)}": tensor.detach() for name, tensor in [*model.named_parameters(), *buffers]}
 
 
+def unstored(model: nn.Module) -> list[str]:
+    """The modules that keep state of their own beside parameters and buffers (get_extra_state), which no checkpoint holds."""
+    plain = nn.Module.get_extra_state
+    return [name or "the model" for name, module in model.named_modules() if type(module).get_extra_state is not plain]
+
+
 def check_storable(model: nn.Module) -> None:
     """Raises UserError if a checkpoint could not hold the model. Also on meta."""
     unknown = {name: t.dtype for name, t in model_tensors(model).items() if t.dtype not in DTYPES.values()}

@@ -62,6 +62,7 @@ def train(cfg: Config, stop: StopRequest) -> int:
         model = start.build_model(cfg)
         sources.check_model(cfg, model)
         parallel.check_shards(model, plan)
+    sources.same_everywhere(train_data, val_sets)
     counts = banner.count(model, cfg)
     rollbacks = rollback.obey(run_dir)
     found = start.find_checkpoint(cfg, run_dir, train_data)

@@ -118,9 +118,11 @@ class Watch:
 
     def detailed(self, step: int, record: dict[str, Any]) -> list[Finding]:
         """After a look into the layers: `record` is that of kind "detail"."""
-        self.learning.detail = rules_start.digest(record)
+        before, now = self.learning.detail, rules_start.digest(record)
+        self.learning.detail = now
         sign = rules_start.gap(record)
-        return self._tell("leak", step, sign) if sign else []
+        found = self._tell("leak", step, sign) if sign else []
+        return found + self._tell("dead-layers", step, rules_start.dead_layers(before, now))
 
     def _healthy(self, step: int, loss: float, lr: float | None) -> list[Finding]:
         found: list[Finding] = []

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -28,7 +28,7 @@ from kamui_dist.data import Loader
 from kamui_dist.errors import EXIT_STOPPED
 from kamui_dist.findings import Finding
 from kamui_dist.metrics import Metrics
-from kamui_dist.model import GPT, Attention
+from kamui_dist.model import GPT, Attention, Block
 from kamui_dist.prepare.shard_writer import ShardWriter
 from kamui_dist.signals import REASONS, StopRequest
 from kamui_dist.watch import Observation, Verdict, Watch
@@ -90,6 +90,16 @@ class Frozen(GPT):
 
     def forward(self, *args: Any, **options: Any) -> Tensor:
         return super().forward(*args, **options) + 1e-3 * self.unused.weight.sum() ** 2
+
+
+class HalfDead(GPT):
+    """Nothing comes back through the second block's own parts: what they add is taken as a constant."""
+
+    def __init__(self, cfg: knobs.Model) -> None:
+        super().__init__(cfg)
+        block = cast(Block, self.blocks[1])
+        for part in (block.attention, block.mlp):
+            part.register_forward_hook(lambda _module, _args, out: out.detach())
 
 
 class Summed(GPT):
@@ -156,7 +166,8 @@ class Hoarding(GPT):
         return super().forward(*args, **options)
 
 
-detached, frozen, summed, leaking = map(factory, (Detached, Frozen, Summed, Leaking))
+detached, frozen, half_dead = map(factory, (Detached, Frozen, HalfDead))
+summed, leaking = map(factory, (Summed, Leaking))
 slower, hoarding = map(factory, (Slower, Hoarding))
 unigram = Unigram
 
@@ -232,6 +243,8 @@ RUNS = {
                    change={"optim__lr": 1.0, "train__steps": 130}),
     "lr-x30": Run("optim.lr times 30: falls in warmup, and sits still above that", "plateau", ("spike", "large-norm"),
                   change={"optim__lr": 0.3, "train__steps": 240}),
+    "dead-layers": Run("the second block is detached from the loss", "dead-layers",
+                       change={"model__factory": here("half_dead"), "log__detail_every": 20} | SHORTEST),
     "large-norm": Run("the gradient is a sum over 100 passes where a mean belongs", "large-norm",
                       change={"model__factory": here("summed")} | SHORTER),
     "clipping": Run("optim.grad_clip a tenth of what is usual", "clipping", change={"optim__grad_clip": 0.1} | SHORTER),

@@ -23,9 +23,10 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from kamui_dist import cli, command_line, train
+from kamui_dist import cli, command_line, distributed, train
 from kamui_dist.config import to_toml
 from kamui_dist.errors import UserError
+from kamui_dist.mixture import SAMPLED
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.test_config import handlers  # noqa: F401 - a fixture
@@ -179,6 +180,12 @@ def shard(data: Path) -> Path:
     return next(data.glob("*.bin"))
 
 
+def linked(trained: Path) -> None:
+    [path] = (trained / "checkpoints").glob("step-*")
+    path.rename(trained / "moved")
+    path.symlink_to(trained / "moved")
+
+
 @pytest.mark.parametrize(
     ("break_it", "arguments", "parts"),
     [
@@ -240,17 +247,30 @@ def test_validation_data_of_another_tokenizer(place: Place) -> None:
 
 
 def test_a_token_beyond_the_vocabulary(place: Place) -> None:
-    """Only reading all the data could tell before: it is found when it comes."""
-    ids = np.fromfile(shard(place.data), dtype="<u2")
-    ids[:] = 200
-    ids.tofile(shard(place.data))
+    """Found at the start where many are so, in some windows; a single one could be found by reading all the data: when it comes."""
+    good = np.fromfile(shard(place.data), dtype="<u2")
+    np.full_like(good, 200).tofile(shard(place.data))
     place.refused(parts=("data.path", "token id 200", "65", "model.vocab_size"))
+    nothing_made(place)
+    one_bad_token(place, row=0)
+    place.refused(parts=("data.path", "token id 999", "65", "model.vocab_size"))
     assert tiny.status(place.run_dir) | {"pid": 0} == {
         "outcome": "failed", "step": 0, "reason": tiny.status(place.run_dir)["reason"], "requeue": False, "exit_code": 2,
         "pid": 0,
         "restarts": 0,
     }  # fmt: skip
     assert tiny.steps_saved(place.run_dir) == []
+
+
+def one_bad_token(place: Place, row: int) -> None:
+    """In row `row` of the first update, or one of the next three; none of those that a start looks at."""
+    tiny.write_data(place.data, windows=1500)
+    looked_at = set(np.linspace(0, 1499, SAMPLED).astype(int).tolist())
+    of_the_step = [tiny.window_of(place.data, 1, r) for r in range(row, row + 4)]
+    window = next(w for w in of_the_step if w not in looked_at)
+    ids = np.fromfile(shard(place.data), dtype="<u2")
+    ids[window * tiny.T + 3] = 999
+    ids.tofile(shard(place.data))
 
 
 # ---- the machine
@@ -359,6 +379,11 @@ def test_what_a_model_returns_in_eval_mode(place: Place) -> None:
     place.refused(*arguments, *validates, parts=("in eval mode returned a tensor of shape (4, 8, 65);",))
 
 
+class Counting(nn.Linear):
+    def get_extra_state(self) -> int:
+        return 1
+
+
 class Odd(tiny.Trap):
     """With state that is out of the ordinary, by factory_args.has."""
 
@@ -384,6 +409,10 @@ class Odd(tiny.Trap):
                 self.odd = nn.Parameter(torch.arange(3), requires_grad=False)
             case "empty":
                 self.odd = nn.Linear(4, 0)
+            case "extra state":
+                self.odd = Counting(4, 4)
+            case "scalar":
+                self.odd = nn.Parameter(torch.ones(()))
             case "empty block":
                 self.odd = nn.ModuleList([nn.Linear(4, 0, bias=False)])
 
@@ -409,6 +438,12 @@ def test_a_model_with_odd_state_resumes(place: Place, what: str) -> None:
     assert tiny.status(place.run_dir)["step"] == 3
 
 
+def test_state_that_is_not_saved_is_told(place: Place) -> None:
+    code, [warning] = place.start(*has("extra state"))
+    assert code == 0
+    assert warning.startswith("warning: model.factory: state of odd (get_extra_state) is not saved")
+
+
 @pytest.mark.parametrize("what", ["complex", "uint16"])
 def test_a_model_that_no_checkpoint_can_store(place: Place, what: str) -> None:
     place.refused(*has(what), parts=("model.factory: ", f"odd is torch.{what}", "bfloat16"))
@@ -432,6 +467,37 @@ def test_parameters_that_have_no_norm(place: Place, what: str) -> None:
     details = [r for r in map(json.loads, (place.run_dir / "metrics.jsonl").open()) if r["kind"] == "detail"]
     assert len(details) == 2
     assert all("odd" not in r["layers"] and "head" in r["layers"] for r in details)
+
+
+def _elsewhere(base: Path) -> list[str]:
+    """Rank 1's node has a copy of its own, with the same header."""
+    told = []
+    cfg = tiny.config(base / "run", base / f"node-{distributed.rank()}", data__val_path=str(base / "val"))
+    for key, path in (("val_path", base / f"node-{distributed.rank()}"), ("path", base / "val")):
+        setattr(cfg.data, key, str(path))
+        with pytest.raises(UserError) as caught:
+            tiny.run(cfg.model_copy(deep=True))
+        told.append(str(caught.value))
+    sharded = {"model__factory": f"{HERE}:odd", "model__factory_args": {"has": "scalar"}, "parallel__shard": 2}
+    with pytest.raises(UserError) as caught:
+        tiny.run(tiny.config(base / "run", base / "val", **sharded))
+    return [*told, str(caught.value)]
+
+
+@pytest.mark.slow
+def test_what_two_ranks_cannot_train_on(place: Place) -> None:
+    for name in ("val", "node-0", "node-1"):
+        tiny.write_data(place.path / name)
+    ids = np.fromfile(shard(place.path / "node-1"), dtype="<u2")
+    np.where(ids == 5, 6, ids).astype("<u2").tofile(shard(place.path / "node-1"))
+    first, second = run_ranks(_elsewhere, 2, place.path)
+    assert first == second
+    training, validation, scalar = first
+    assert f"training data of rank 1 ({place.path}/node-1) is not that of rank 0" in training
+    assert f"validation set val of rank 1 ({place.path}/node-1) is not that of rank 0" in validation
+    assert "training data" not in validation
+    assert "parallel.shard (2): odd has no dimension" in scalar
+    nothing_made(place)
 
 
 def _returned(base: Path, data: Path) -> list[tuple[str, bool]]:
@@ -479,6 +545,7 @@ def damage(trained: Path) -> None:
         (None, ["checkpoint.init_from={}/tensorboard-not"], ("does not exist",)),
         (None, ["checkpoint.init_from={}/.."], ("missing",)),
         (damage, ["checkpoint.init_from={}"], ("damaged", "step-00000002")),
+        (linked, ["checkpoint.init_from={}"], ("step-00000002 is a link",)),
         (
             lambda d: next(d.glob("checkpoints/step-*/manifest.json")).write_text("{}"),
             ["checkpoint.init_from={}"],
@@ -616,10 +683,7 @@ def test_two_ranks_find_the_same_fault(place: Place) -> None:
 @pytest.mark.slow
 def test_one_of_two_ranks_has_a_fault(place: Place) -> None:
     """A token that only rank 1 reads: rank 1 tells it, and rank 0 is not left waiting."""
-    window = tiny.window_of(place.data, step=1, row=4)  # the first micro-batch of rank 1
-    ids = np.fromfile(shard(place.data), dtype="<u2")
-    ids[window * tiny.T + 3] = 999
-    ids.tofile(shard(place.data))
+    one_bad_token(place, row=4)  # the first micro-batch of rank 1
     code, out = torchrun(place)
     assert code != 0
     told = errors(out)

@@ -265,6 +265,13 @@ def test_what_must_not_change_is_refused_with_both_values(tmp_path, data):
 
     other = tiny.write_data(tmp_path / "other", seed=1)
     assert "data.allow_change" in refused(path=other)
+    # The header says what it said, the tokens are others.
+    in_place = Path(shutil.copytree(data, tmp_path / "in place"))
+    shutil.copy(other / "00000.bin", in_place / "00000.bin")
+    assert "data.path: files were changed in place" in refused(path=in_place)
+    again = Path(shutil.copytree(run, tmp_path / "again"))
+    assert tiny.run(tiny.config(again, in_place, train__steps=3, data__allow_change=True)) == 0
+    assert any("checksum of some windows" in text for text in tiny.records(again, "resume")[-1]["changed"])
     moved = Path(shutil.copytree(data, tmp_path / "moved" / "elsewhere"))
     assert tiny.run(tiny.config(run, moved, train__steps=3)) == 0  # the same tokens in another place
     assert tiny.run(tiny.config(run, other, train__steps=4, data__allow_change=True)) == 0

@@ -153,7 +153,9 @@ def test_time_limit() -> None:
 def test_stop_file(tmp_path: Path) -> None:
     stop = StopRequest()
     stop.stop_file = tmp_path / "STOP"
+    stop.stop_file.mkdir()  # no such file
     assert stop.poll() == 0
+    stop.stop_file.rmdir()
     stop.stop_file.touch()
     end = time.monotonic() + 10
     while not stop.poll():

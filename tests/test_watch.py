@@ -456,6 +456,26 @@ def test_nothing_is_learnt_and_why() -> None:
     assert kinds(find(watch(replace(BYTES, fresh=False)), still(6.5, first=6.5))) == []
 
 
+def test_dead_layers() -> None:
+    def look(*dead: str, trains: bool = True) -> dict[str, Any]:
+        record = detail(**{name: 0.0 if name in dead else 1.0 for name in ("head", "a", "b", "c", "d", "e")})
+        for layer in record["layers"].values():
+            layer["trains"] = trains
+        return record
+
+    w = watch()
+    assert w.detailed(1, look("a", "b", "c", "d", "e")) == [], "all but the head, which begins with 0"
+    assert w.detailed(100, look("f")) == []
+    assert w.detailed(200, look("a", "b")) == []
+    [finding] = w.detailed(300, look("b", "c"))
+    assert (finding.kind, finding.action) == ("dead-layers", "warn")
+    assert "no gradient in 1 of 6 layers (b), in two looks in a row" in finding.message
+    assert w.detailed(400, look("b", "c")) == [], "told"
+    w = watch()
+    assert not any(w.detailed(s, look("a", "b", trains=False)) for s in (1, 100)), "frozen on purpose"
+    assert not any(w.detailed(s, look("head", "a", "b", "c", "d", "e")) for s in (200, 300)), "no others learn"
+
+
 def test_what_is_certain_is_told_at_once() -> None:
     finding = one(watch(), still(norm=0.0), "not-learning")
     assert finding.step == 16

@@ -16,7 +16,7 @@ scratch=$(mktemp -d)
 trap 'rm -rf -- "$scratch"' EXIT
 mkdir -p "$pictures"
 
-all=(detached random-targets lr-over-1000 bad-init leak unshifted lr-x100 spike nan large-norm clipping plateau overfitting
+all=(detached random-targets lr-over-1000 bad-init leak unshifted lr-x100 spike nan large-norm clipping plateau dead-layers overfitting
   data-starvation slow-rank throughput-drop memory-growth rollback)
 
 draw() { # PICTURE RUN ...

@@ -41,7 +41,7 @@ def run_checkpoints(args: argparse.Namespace) -> int:
         rows.append((
             str(step), f"{state['state']['tokens']:,}" if state else "?", "" if loss is None else f"{loss:.4f}",
             retention.mebibytes(size), f"{state['strategy']}, {state['world_size']} process(es)" if state else "?",
-            ", ".join([fault or ("verified" if args.verify else "complete"),
+            ", ".join([fault or ("verified" if args.verify else "complete"), *_strange(checkpoint),
                        *(["best"] if step == best else []), *(["pinned"] if retention.pin_file(path).exists() else [])]),
         ))  # fmt: skip
     for path in sorted((directory / "quarantine").glob("*")):
@@ -132,6 +132,13 @@ def _step(run: str, step: int) -> Path:
     if step not in found:
         raise UserError(f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, found)) or 'none'}")
     return found[step]
+
+
+def _strange(checkpoint: Any) -> list[str]:
+    from kamui_dist.manifest import strangers
+
+    names = strangers(checkpoint) if checkpoint else []
+    return [f"beside its own files {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"] if names else []
 
 
 def _deciding(record: dict[str, Any]) -> bool:
