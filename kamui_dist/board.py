@@ -121,8 +121,9 @@ class EventFile:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         directory.mkdir(parents=True, exist_ok=True)
-        stamps = [int(path.name.split(".")[3]) for path in directory.glob("events.out.tfevents.*")]
-        stamp = max([int(time.time()), *(stamp + 1 for stamp in stamps)])
+        # Others (a copy, .bak) are not ours.
+        named = [re.match(r"events\.out\.tfevents\.(\d{10})\.", path.name, re.ASCII) for path in directory.iterdir()]
+        stamp = max([int(time.time()), *(int(name[1]) + 1 for name in named if name)])
         path = directory / f"events.out.tfevents.{stamp:010d}.{platform.node()}.{os.getpid()}{suffix}"
         self._records = RecordWriter(path.open("wb"))
         self.add(0, file_version="brain.Event:2")

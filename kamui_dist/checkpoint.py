@@ -31,7 +31,7 @@ from kamui_dist.manifest import (
     step_directories,
     verify,
 )
-from kamui_dist.retention import best_step, prune
+from kamui_dist.retention import access, best_step, prune
 from kamui_dist.storage import SafetensorsReader, SafetensorsWriter, load_tensors, save_tensors
 from kamui_dist.tensors import model_tensors, prepare_optimizer, training_tensors
 
@@ -60,13 +60,14 @@ class _PublishingWriter(SafetensorsWriter):
     Both happen inside DCP's own agreed steps, on the coordinator: no further collective, so a save may run in a thread.
     """
 
-    def __init__(self, final: Path, body: dict[str, Any]) -> None:
+    def __init__(self, final: Path, body: dict[str, Any], parents: bool) -> None:
         super().__init__(final.with_name(f".tmp-{final.name}"), body)
-        self.final = final
+        self.final, self.parents = final, parents
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
         remove(self.path)
-        self.path.mkdir(parents=True, mode=0o755)
+        self.path.parent.mkdir(exist_ok=True, parents=self.parents)
+        self.path.mkdir(mode=0o755)
         return super().prepare_global_plan(plans)
 
     def finish(self, metadata: Any, results: Any) -> None:
@@ -86,15 +87,17 @@ def save(
     tensors: dict[str, Tensor],
     state: dict[str, Any],
     copies: dict[str, Tensor] | None = None,
+    parents: bool = True,
 ) -> Checkpoint:
     """Collective. Saves `tensors` (plain or DTensor, the same names on all ranks) and `state` as directory/step-<step>.
 
     state: JSON values with text keys. copies: see storage.save_tensors; with them this may run in a thread, one at a
-    time. A published directory of the same step is replaced.
+    time. A published directory of the same step is replaced. parents: makes those of `directory` too; a run does not, or one that
+    was moved away would come back.
     Raises CheckpointError on every rank, naming the rank and the cause, if any rank fails; then nothing is published,
     and what was published stays. Its `errnos` tells whether the storage alone is to blame.
     """
-    writer = _PublishingWriter(directory / f"step-{step:08d}", {"step": step, "state": state})
+    writer = _PublishingWriter(directory / f"step-{step:08d}", {"step": step, "state": state}, parents)
     try:
         return Checkpoint(writer.final, step, save_tensors(tensors, writer, copies))
     except CheckpointError as error:
@@ -107,27 +110,27 @@ def newest(directory: Path) -> Checkpoint | None:
     """Collective. The newest checkpoint that verifies, the same on all ranks, or None if there never was one.
 
     For the run that owns `directory`: removes unfinished ones and moves damaged ones to directory/quarantine, with a
-    warning. The ranks divide the hashing. Raises UserError if there are checkpoints and none verifies, RuntimeError
-    if a file cannot be read (that is no proof of damage, so nothing is moved).
+    warning. The ranks divide the hashing. Raises UserError if there are checkpoints and none verifies. A file that cannot
+    be read is no proof of damage, so nothing is moved: UserError if a person has to see to it, else RuntimeError.
     """
-    steps: list[tuple[int, Path]] = _on_main(_tidy, directory)
+    steps: list[tuple[int, Path]] = _on_main(directory, _tidy, directory)
     while steps:
         path = steps.pop()[1]
-        checkpoint, damage = _on_main(_damage, open_checkpoint, path)
+        checkpoint, damage = _on_main(directory, _damage, open_checkpoint, path)
         if damage is None:
             files = sorted(checkpoint.manifest["files"].items())[distributed.rank() :: distributed.world_size()]
-            with distributed.together():
+            with distributed.together(), access(directory.parent, "used"):
                 _, mine = _damage(check_files, path, dict(files))
             if seen := [damage for damage in distributed.gather_objects(mine) if damage is not None]:
                 # Only what rank 0 sees too is damage: without a shared directory, good ones would be moved away.
-                _, damage = _on_main(_damage, verify, path)
+                _, damage = _on_main(directory, _damage, verify, path)
                 if damage is None:
                     raise UserError(f"{seen[0]}; but rank 0 finds it intact: is this directory shared by all nodes?")
         if damage is None:
             return checkpoint
-        _on_main(_quarantine, path, damage, steps[-1][0] if steps else None)
+        _on_main(directory, _quarantine, path, damage, steps[-1][0] if steps else None)
     quarantine = directory.absolute() / "quarantine"
-    if _on_main(lambda: sorted(quarantine.glob("step-*"))):
+    if _on_main(directory, lambda: sorted(quarantine.glob("step-*"))):
         refused = UserError(
             f"{quarantine.parent}: there are checkpoints but none is intact, refusing to start from zero; "
             f"see {quarantine}/*/reason.txt, then put a good copy back, or remove that directory to start over"
@@ -144,12 +147,13 @@ def _damage(check: Callable[..., Any], *args: Any) -> tuple[Any, str | None]:
         return None, str(error)
 
 
-def _on_main(call: Callable[..., Any], *args: Any) -> Any:
+def _on_main(directory: Path, call: Callable[..., Any], *args: Any) -> Any:
     """Collective. What `call` returns on rank 0, where alone it runs; what it raises there, everybody raises."""
     result = None
     with distributed.together():
         if distributed.is_main():
-            result = call(*args)
+            with access(directory.parent, "used"):
+                result = call(*args)
     return distributed.broadcast_object(result)
 
 

@@ -31,7 +31,7 @@ def begin(argv: list[str]) -> tuple[Config, signals.StopRequest]:
         dry = bool(options.print_config or options.print_schedule or options.print)
         world_size = options.world_size or _world_size(cfg, dry)
         windows = _windows(cfg) if options.check or (options.print_schedule and cfg.train.epochs) else None
-        plan = make_plan(cfg, world_size, windows)
+        plan = make_plan(cfg, world_size, windows, None if _begun(cfg) else (0, 0, 0))
         if options.check:
             lock.refuse_if_held(Path(cfg.run.dir or "").absolute())
         if _answer(options, cfg, plan):
@@ -196,6 +196,13 @@ def _world_size(cfg: Config, dry: bool) -> int:
     return int(world or "")
 
 
+def _begun(cfg: Config) -> bool:
+    """Whether there seems to be a checkpoint to go on from. How far that run is, and how many steps are left, is known later."""
+    with contextlib.suppress(OSError):  # a name too long, ...: told when the directory is taken
+        return any((Path(cfg.run.dir or "") / "checkpoints").glob("step-*"))
+    return False
+
+
 def _windows(cfg: Config) -> int:
     from kamui_dist.sources import open_datasets  # imports torch
 
@@ -219,8 +226,8 @@ def _answer(options: argparse.Namespace, cfg: Config, plan: Plan) -> bool:
             f"learning rate: {s.kind}, warmup {plan.warmup_steps}, decay {plan.decay_steps}, total {plan.steps} updates"
         )
         print(schedule.draw(rates))
-        marks = sorted({1, plan.warmup_steps, plan.steps // 2, plan.steps - plan.decay_steps, plan.steps} - {0})
-        print("  ".join(f"update {n}: {rates[n - 1]:.3e}" for n in marks))
+        marks = sorted({1, plan.warmup_steps, plan.steps // 2, plan.steps - plan.decay_steps, plan.steps})
+        print("  ".join(f"update {n}: {rates[n - 1]:.3e}" for n in marks if 1 <= n <= plan.steps))
     if options.print:
         section, _, name = options.print.partition(".")
         if options.print not in config.KEYS:

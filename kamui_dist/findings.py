@@ -39,6 +39,7 @@ class Sign:
     since: int | None = None
     cause: str = ""
     advice: str = ""
+    at_most: str = ""  # of ACTIONS, for what is not sure enough for a graver one; "": whatever the knob says
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ KINDS = {
     ),
     "slow-learning": Kind(
         "the loss falls, but far too slowly",
-        "a learning rate that is orders of magnitude too low, or a warmup that takes most of the run.",
+        "a learning rate that is orders of magnitude too low (or an optim.eps too high), or a warmup that takes most of the run.",
         "raise optim.lr (3e-4 to 1e-3 suits most small models), or shorten schedule.warmup.",
     ),
     "bad-init": Kind(

@@ -17,6 +17,7 @@ line on stderr, and hinders nothing else. The first directory of a run and its 9
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import platform
@@ -29,7 +30,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from kamui_dist import evidence
+from kamui_dist import evidence, status
 from kamui_dist.evidence import ALONE, Files, Section
 from kamui_dist.files import sync_directory
 from kamui_dist.findings import Finding
@@ -127,11 +128,15 @@ def patiently(write: Callable[[], Path | None]) -> Path | None:
 
 
 def publish(run_dir: Path, finding: Finding, files: Files) -> Path | None:
-    """The directory, with a number added if it exists already. None and a line on stderr if it cannot be written."""
+    """The directory, with a number added if it exists already. None and a line on stderr if it cannot be written, or
+    another directory has the name of the run's."""
     root, name = run_dir / "incidents", f"step-{finding.step:08d}-{finding.kind}"
     aside = root / f".{name}-{platform.node()}-{os.getpid()}"
     try:
-        aside.mkdir(parents=True, exist_ok=True)
+        if not status.is_home(run_dir):
+            raise FileNotFoundError(errno.ENOENT, "moved away", str(run_dir))
+        root.mkdir(exist_ok=True)
+        aside.mkdir(exist_ok=True)
         for file, text in files.items():
             with (aside / file).open("w", encoding="utf-8", errors="backslashreplace") as out:
                 out.write(text)

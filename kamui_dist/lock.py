@@ -3,10 +3,15 @@
     RUN/.lock        locked through the kernel (fcntl) as long as the holder lives, where the file system can do that
     RUN/lock.json    who holds it; touched every few seconds, so that other machines see that the holder lives
 
+The run directory itself may be moved, removed or replaced while it is trained in. Then its name is no longer ours to write to:
+`Lock.moved` tells so, and the heartbeat looks too.
+
 A lock that was left behind must not keep a run from going on, and a second start must not write into a run that is alive:
 - the kernel's lock is held: somebody lives;
-- the same machine: the process is there, with the same start time (numbers are used again), or it is not;
-- another machine: its file is touched, or has not been for STALE_SECONDS. In between, the second start watches the file;
+- the same machine: the process is there, with the same start time (numbers are used again), or it is not; and it holds this
+  directory, of which this one may be a copy (cp -r);
+- another machine: its file is touched, or has not been for STALE_SECONDS, by the file system's clock or by ours while the second
+  start watches it: a clock may have been wrong;
 - the same torchrun (a restart in place), or the same job requeued: what held the lock is over.
 """
 
@@ -27,9 +32,10 @@ from typing import Any
 
 from kamui_dist import job
 from kamui_dist.errors import UserError
-from kamui_dist.files import write_json
+from kamui_dist.files import is_another, where, write_json
 
 TOUCH_SECONDS = 10.0
+AGAIN_SECONDS = 1.0  # a file server may give a wrong answer, once
 STALE_SECONDS = 120.0
 DYING_SECONDS = 3.0
 
@@ -43,12 +49,16 @@ class Lock:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self.path = run_dir / "lock.json"
-        self.handle = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        self.path, self.file = run_dir / "lock.json", run_dir / ".lock"
+        self.handle = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o644)
         self.token = uuid.uuid4().hex
+        self.gone = ""  # what the heartbeat has seen, as `moved`
         try:
             kernel = _acquire(run_dir, self.path, self.handle)
-            write_json(self.path, {**_me(), "token": self.token, "taken": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+            self.directory = _identity(run_dir)
+            taken = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            write_json(self.path, {**_me(), "directory": self.directory, "token": self.token, "taken": taken})
+            self.steady = not is_another(self.file, self.handle)  # else this file system's numbers tell nothing
             if kernel is None:  # two that found it free at once: the later file counts
                 time.sleep(1.0)
                 if (_read(self.path) or {}).get("token") != self.token:
@@ -66,12 +76,35 @@ class Lock:
             return
         self.released.set()
         self.thread.join(5)
-        if (_read(self.path) or {}).get("token") == self.token:
-            self.path.unlink(missing_ok=True)
+        path = self.path if (found := where(self.handle)) is None else found.with_name("lock.json")
+        if (_read(path) or {}).get("token") == self.token:
+            path.unlink(missing_ok=True)
         os.close(self.handle)  # frees the kernel's lock; the file stays, or two could lock two files of one name
+
+    def moved(self) -> str:
+        """What has become of the run directory, in one line, if RUN/.lock is not the file that is locked here; else "". Looks."""
+        if not (self.steady and is_another(self.file, self.handle)):
+            return ""
+        time.sleep(AGAIN_SECONDS)
+        if not is_another(self.file, self.handle):
+            return ""
+        run_dir, now = self.file.parent, where(self.handle)
+        if self.directory == _identity(run_dir):
+            return (
+                f"run.dir: {self.file} was removed or replaced while the run trained, and nothing else keeps a second start out; "
+                "the run ends without a checkpoint; the same command goes on from the newest one"
+            )
+        found = "" if now is None else f" (it is {now.parent} now: move it back)"
+        return (
+            f"run.dir: {run_dir} was moved, removed or replaced while it trained{found}; the run ends without a checkpoint; the "
+            "same command goes on from the newest one that it finds there, and begins anew where there is none"
+        )
 
     def _touch(self) -> None:
         while not self.released.wait(TOUCH_SECONDS):
+            self.gone = self.moved()
+            if self.gone:
+                continue  # the loop ends the run at its next step, on all ranks
             found = _read(self.path)
             if found is not None and found.get("token") != self.token and not self.released.is_set():
                 # This process was taken for dead (asleep, or cut off from the file system). The other one has the run now.
@@ -84,7 +117,7 @@ class Lock:
 def refuse_if_held(run_dir: Path) -> None:
     """Raises UserError if a living process surely holds the lock. Takes nothing, changes nothing, waits for nothing."""
     holder = _read(run_dir / "lock.json")
-    if holder is not None and _lives_here(holder) and not _is_over(holder):
+    if holder is not None and _lives_here(holder) and not _is_over(holder) and not _is_elsewhere(holder, run_dir):
         raise UserError(_told(run_dir, holder))
 
 
@@ -112,7 +145,8 @@ def _acquire(run_dir: Path, path: Path, handle: int) -> bool | None:
             kernel = _lock(handle)
             if kernel is False:
                 raise UserError(_told(run_dir, _read(path)))
-            _wait_for_the_dead(run_dir, path, handle)
+            if not (kernel and _is_elsewhere(_read(path), run_dir)):
+                _wait_for_the_dead(run_dir, path, handle)
             return kernel
         except UserError:
             if time.monotonic() > end:
@@ -124,6 +158,7 @@ def _wait_for_the_dead(run_dir: Path, path: Path, handle: int) -> None:
     """Returns when nobody holds the lock any more; raises UserError as soon as it is sure that somebody does."""
     told = False
     touched: float | None = None
+    began = time.monotonic()
     while (holder := _read(path)) is not None and not _is_over(holder):
         if holder.get("machine") == _machine():
             if _lives_here(holder):
@@ -138,7 +173,7 @@ def _wait_for_the_dead(run_dir: Path, path: Path, handle: int) -> None:
         age = os.fstat(handle).st_mtime - seen
         if touched is not None and seen != touched:
             raise UserError(_told(run_dir, holder))
-        if age > STALE_SECONDS:
+        if max(age, time.monotonic() - began) > STALE_SECONDS:
             return
         touched = seen
         if not told:
@@ -162,6 +197,22 @@ def _is_over(holder: dict[str, Any]) -> bool:
     same = bool(job.torchrun()) and holder.get("torchrun") == job.torchrun()
     # Restarts are counted by each node for itself, so that after a failure the number can be the same.
     return same and not _lives_here(holder)
+
+
+def _is_elsewhere(holder: dict[str, Any] | None, run_dir: Path) -> bool:
+    """Whether the file is that of a process of this machine which holds another directory: this one is a copy. (The same directory
+    with another .lock is none: somebody has removed the file.)"""
+    known = (holder or {}).get("directory")
+    return bool(known) and (holder or {}).get("machine") == _machine() and known != _identity(run_dir)
+
+
+def _identity(run_dir: Path) -> list[int] | None:
+    """Of the directory, whatever its name."""
+    try:
+        found = run_dir.stat()
+    except OSError:
+        return None
+    return [found.st_dev, found.st_ino]
 
 
 def _lives_here(holder: dict[str, Any]) -> bool:

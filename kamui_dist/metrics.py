@@ -8,16 +8,18 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kamui_dist import distributed, status
 from kamui_dist.board import Board, verbatim
 from kamui_dist.evaluate import Validation
 from kamui_dist.files import Appender
 from kamui_dist.history import finite_or_null, forget_after, read_records
+from kamui_dist.retention import access
 from kamui_dist.state import State
 from kamui_dist.watch import Finding
 
@@ -62,31 +64,34 @@ def peak_memory_gib(device: torch.device) -> float:
 class Metrics:
     """metrics.jsonl, console and TensorBoard on rank 0; on every other rank each call does nothing.
 
-    resumed: the step that the run goes on from; records of later ones are taken out first. hparams: for TensorBoard, see board.py.
-    `lost` says what is gone with them: updates, and seconds of training, validations and checkpoints.
+    resumed: the step that the run goes on from; records of later ones are taken out first, and those of its own validation if
+    it `evaluates` that again. hparams: for TensorBoard, see board.py.
+    `lost` says what is gone with them: updates, and seconds of training, validations and checkpoints. Making one is collective; it
+    raises UserError, on every rank, if the files cannot be read and written.
     """
 
     def __init__(
         self, run_dir: Path, enabled: bool, every: int, total_steps: int, tensorboard: bool, resumed: int,
-        hparams: dict[str, bool | float | str] | None = None,
+        hparams: dict[str, bool | float | str] | None = None, evaluates: bool = False,
     ) -> None:  # fmt: skip
         self.enabled = enabled
         self.lost = (0, 0.0)
-        if not enabled:
-            return
         self.every, self.total_steps, self.resumed = every, total_steps, resumed
         self.live = sys.stdout.isatty()
         self.pace: float | None = None  # seconds a step including everything, for the ETA
         self.last = (time.monotonic(), resumed)
         self.warned = False
+        self.ours = lambda: status.is_home(run_dir)
         self.findings_path = run_dir / "findings.jsonl"
         self.findings_file: Appender | None = None  # made when there is something to say
-        path = run_dir / "metrics.jsonl"
-        self.lost = forget_after(path, resumed)
-        forget_after(self.findings_path, resumed)
-        self.file = Appender(path)
         self.board: Board | None = None
-        if tensorboard:
+        with distributed.together(), access(run_dir, "written"):
+            if enabled:
+                path = run_dir / "metrics.jsonl"
+                self.lost = forget_after(path, resumed, evaluates)
+                forget_after(self.findings_path, resumed, evaluates)
+                self.file = Appender(path, key=_which, ours=self.ours)
+        if enabled and tensorboard:
             with self._tensorboard():
                 self.board = Board(run_dir / "tensorboard", resumed, hparams)
 
@@ -188,7 +193,7 @@ class Metrics:
     def findings(self, findings: list[Finding]) -> None:
         if not (self.enabled and findings):
             return
-        self.findings_file = self.findings_file or Appender(self.findings_path)
+        self.findings_file = self.findings_file or Appender(self.findings_path, patient=True, ours=self.ours)
         self.findings_file.write("".join(json.dumps(f.record()) + "\n" for f in findings))
         for finding in findings:
             self.say(f"watch: {finding}")
@@ -202,6 +207,8 @@ class Metrics:
         """Before a checkpoint is published: its records must not be the part that a power failure takes."""
         if self.enabled:
             self.file.sync()
+            if self.findings_file:
+                self.findings_file.sync()
 
     def close(self) -> None:
         if self.enabled:
@@ -211,6 +218,15 @@ class Metrics:
             if self.board:
                 with self._tensorboard():
                     self.board.close()
+
+
+def _which(line: bytes) -> Hashable:
+    """What makes a record this one, though somebody has edited it."""
+    try:
+        record = json.loads(line)
+        return tuple(record.get(name) for name in ("kind", "step", "set", "time"))
+    except (ValueError, AttributeError, RecursionError):
+        return line
 
 
 def _clock(seconds: float) -> str:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from kamui_dist import shuffle
-from kamui_dist.stream import TokenStream
+from kamui_dist.stream import Sample, TokenStream
 
 _BITS = 38  # of a share; two halves of a 48-bit position times a share fit 64 bits
 _HALF = 24
@@ -124,11 +124,33 @@ class TrainingData:
             self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @functools.cached_property
-    def sample(self) -> str:
-        """SHA-256 of windows of all sources (TokenStream.sample). Read once. Raises UserError for files that cannot be read."""
+    def samples(self) -> list[Sample]:
+        """Of each source. Read once. Raises UserError for files that cannot be read."""
         each = max(1, SAMPLED // len(self.streams))
-        parts = [stream.sample(self.context_length, each) for stream in self.streams]
+        return [stream.sample(self.context_length, each) for stream in self.streams]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of `samples`."""
+        parts = [sample.digest for sample in self.samples]
         return parts[0] if not self.mixed else hashlib.sha256("".join(parts).encode()).hexdigest()
+
+    @property
+    def repeats(self) -> float:
+        """The share of targets that are the same token as their input, by `samples` and weights."""
+        return sum(share * s.repeats for share, s in zip(self.turns.shares, self.samples, strict=True))
+
+    @property
+    def entropy(self) -> float:
+        """Nats a token of a model that knows no more than how often each occurs, by `samples` and weights; with the correction for
+        few samples of Miller (1955)."""
+        shares = [
+            share * s.counts / max(1, s.counts.sum()) for share, s in zip(self.turns.shares, self.samples, strict=True)
+        ]
+        of = np.unique(np.concatenate([s.tokens for s in self.samples]), return_inverse=True)[1]
+        frequencies = np.bincount(of, np.concatenate(shares))
+        targets = sum(int(s.counts.sum()) for s in self.samples)
+        return float(-(frequencies * np.log(frequencies)).sum() + (len(frequencies) - 1) / (2 * max(1, targets)))
 
     @property
     def tokenizer(self) -> str | None:

@@ -24,7 +24,10 @@ class Facts:
     windows: int | None = None  # of the training data; with `global_batch` says when they come again
     global_batch: int | None = None
     fresh: bool = False  # begun with initial weights, by this program: not from another run's
-    ranks: int | None = None
+    setup: str | None = None  # ranks, strategy and batch: of other ones time and memory are others
+    precision: str | None = None
+    repeats: float = 0.0  # share of the targets that are the same token as their input
+    entropy: float | None = None  # nats a token, of how often each occurs
 
 
 @dataclass(frozen=True)

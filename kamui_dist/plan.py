@@ -37,6 +37,11 @@ class Plan:
         return f"FSDP {self.shard}" if self.replicate == 1 else f"HSDP {self.replicate} x {self.shard}"
 
     @property
+    def setup(self) -> str:
+        """In other ones a step takes another time, and other memory."""
+        return f"{self.strategy}, {self.global_batch} sequences in {self.grad_accum_steps} micro-batches"
+
+    @property
     def tokens(self) -> int:
         return self.steps * self.tokens_per_step
 
@@ -45,29 +50,32 @@ class Plan:
         return self.steps * self.global_batch / self.windows if self.windows else None
 
 
-def make_plan(cfg: Config, world_size: int, windows: int | None = None, done: tuple[int, int, int] = (0, 0, 0)) -> Plan:
+def make_plan(
+    cfg: Config, world_size: int, windows: int | None = None, done: tuple[int, int, int] | None = None
+) -> Plan:
     """The plan for `world_size` processes and data of `windows` windows (None: not known yet; then train.epochs counts as one
-    step). `done`: steps, samples and tokens of a resumed run so far; its batch may have been another one, and what is left of
-    train.tokens or train.epochs is divided by the batch of now. Raises UserError with one line for each contradiction in the
-    config."""
+    step). `done`: steps, samples and tokens of the run so far; of a resumed one the batch may have been another one, and what is
+    left of train.tokens or train.epochs is divided by the batch of now. None: not known yet; then it is as for a new run, but what
+    depends on the number of steps is not judged. Raises UserError with one line for each contradiction in the config."""
     faults = list(_contradictions(cfg))
     mesh = _mesh(cfg, world_size, faults)
     replicate, shard = mesh or (world_size, 1)
     accum, global_batch = _batch(cfg, replicate * shard, faults if mesh else [])  # without a mesh its numbers mislead
     tokens_per_step = global_batch * cfg.model.context_length
     total_samples = None
+    steps_done, samples_done, tokens_done = done or (0, 0, 0)
     if cfg.train.tokens is not None:
-        steps = done[0] + math.ceil((cfg.train.tokens - done[2]) / tokens_per_step)
+        steps = steps_done + max(0, math.ceil((cfg.train.tokens - tokens_done) / tokens_per_step))
     elif cfg.train.epochs is not None:
         total_samples = round(cfg.train.epochs * windows) if windows else None
-        steps = max(1, done[0] + math.ceil(((total_samples or 1) - done[1]) / global_batch))
+        steps = max(1, steps_done + max(0, math.ceil(((total_samples or 1) - samples_done) / global_batch)))
     else:
         steps = cfg.train.steps or 1
     warmup = _length(cfg.schedule.warmup, steps, "schedule.warmup", faults)
     decay = _length(cfg.schedule.decay, steps, "schedule.decay", faults) if cfg.schedule.kind == "wsd" else 0
     if cfg.schedule.warmup < 1 and cfg.schedule.decay < 1 and cfg.schedule.warmup + cfg.schedule.decay <= 1:
         decay = min(decay, steps - warmup)  # both may have been rounded up
-    known = cfg.train.epochs is None or windows is not None
+    known = done is not None and (cfg.train.epochs is None or windows is not None)
     if known and warmup + decay > steps:
         with_decay = f" + schedule.decay ({decay})" if cfg.schedule.kind == "wsd" else ""
         faults.append(
@@ -80,14 +88,16 @@ def make_plan(cfg: Config, world_size: int, windows: int | None = None, done: tu
     )
 
 
-def watch_facts(cfg: Config, plan: Plan, fresh: bool) -> Facts:
-    """What the watch has to know of the run. fresh: begun with initial weights of ours."""
+def watch_facts(cfg: Config, plan: Plan, fresh: bool, repeats: float = 0.0, entropy: float | None = None) -> Facts:
+    """What the watch has to know of the run. fresh: begun with initial weights of ours. repeats, entropy: of the
+    data (mixture.py)."""
     decay = plan.decay_steps if cfg.schedule.kind == "wsd" else 0
     return Facts(
         vocab_size=cfg.model.vocab_size, steps=plan.steps, lr=cfg.optim.lr, warmup=plan.warmup_steps,
         decay_from=plan.steps - decay if decay else None, grad_clip=cfg.optim.grad_clip,
         windows=plan.global_batch if cfg.train.overfit_one_batch else plan.windows,
-        global_batch=plan.global_batch, fresh=fresh and cfg.model.factory is None, ranks=plan.world_size,
+        global_batch=plan.global_batch, fresh=fresh and cfg.model.factory is None, setup=plan.setup,
+        precision=cfg.run.precision, repeats=repeats, entropy=entropy,
     )  # fmt: skip
 
 

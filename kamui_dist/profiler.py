@@ -103,7 +103,8 @@ class Profiler:
         try:
             for old in (aside, target):
                 shutil.rmtree(old, ignore_errors=True)
-            aside.mkdir(parents=True)
+            aside.parent.mkdir(exist_ok=True)
+            aside.mkdir()
             _export(profile, aside / "rank-0.pt.trace.json")
             if self.history:
                 dump_memory(aside / "memory-rank-0.pickle")

@@ -6,14 +6,19 @@ checkpoints/step-00001000.pinned   beside the checkpoint: it is never deleted. M
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from kamui_dist import distributed
+from kamui_dist.errors import UserError
+from kamui_dist.files import FULL, PASSING, write_json
+from kamui_dist.history import finite_or_null
 from kamui_dist.knobs import CheckpointSection, Watch
 from kamui_dist.manifest import CheckpointError, check_sizes, open_checkpoint, remove, step_directories
 
@@ -37,6 +42,16 @@ def read_best(directory: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def mend_best(directory: Path, step: int | None, val_loss: float | None) -> None:
+    """best.json as the run's state knows the best, if its checkpoint is there: a kill may have come between the two, or the file
+    was not written, or is lost. Rank 0."""
+    best = {"step": step, "val_loss": finite_or_null(val_loss)}
+    if step is None:  # none yet, or none on what is validated on now
+        (directory / "best.json").unlink(missing_ok=True)
+    elif step in dict(step_directories(directory)) and read_best(directory) != best:
+        write_json(directory / "best.json", best)
 
 
 def prune(directory: Path, keep: int, keep_every: int, protect: set[int]) -> list[int]:
@@ -71,10 +86,11 @@ class Pruner:
         self.directory, self.cfg, self.watch = directory, cfg, watch
         self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """After a checkpoint, on rank 0."""
+    def start(self, best: int | None) -> None:
+        """After a checkpoint, on rank 0. best: the best step by the run's state. It is kept, and so is that of best.json, which is
+        another where the state's was not saved, or the file not written."""
         # a daemon: what a crash leaves half deleted goes at the next start
-        self._thread = threading.Thread(target=self._run, args=(self._thread,), name="prune", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(self._thread, best), name="prune", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -82,15 +98,16 @@ class Pruner:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self, before: threading.Thread | None) -> None:
+    def _run(self, before: threading.Thread | None, best: int | None) -> None:
         if before is not None:
             before.join()
-        best = best_step(self.directory) if self.cfg.best else None
+        bests = [best, best_step(self.directory)] if self.cfg.best else []
         try:
             protect = wanted_by_rollback(
                 self.watch, [step for step, path in step_directories(self.directory) if whole(path)]
             )
-            prune(self.directory, self.cfg.keep, self.cfg.keep_every, protect | (set() if best is None else {best}))
+            protect |= {step for step in bests if step is not None}
+            prune(self.directory, self.cfg.keep, self.cfg.keep_every, protect)
         except OSError as error:
             print(f"warning: no old checkpoint was deleted: {error}", file=sys.stderr, flush=True)
 
@@ -129,6 +146,29 @@ def free_bytes(directory: Path) -> int:
 def needed_bytes(checkpoint_bytes: int) -> int:
     """Free space without which a save of this size is not begun: 2 % and 1 MiB more."""
     return checkpoint_bytes + checkpoint_bytes // 50 + _SLACK
+
+
+def no_access(run_dir: Path, what: str, error: OSError) -> UserError:
+    """One line: which file, what the system says of it, and what could be freed where that would help. what: as in "written"."""
+    names = [str(name) for name in (error.filename, error.filename2) if name and str(name) != str(run_dir)]
+    if error.errno not in FULL:
+        why = ": ".join([*names[-1:], error.strerror or str(error)])
+        return UserError(f"run.dir: {run_dir} cannot be {what}: {why}")
+    return UserError(
+        f"run.dir: {run_dir} cannot be {what}: the disk is full, or a quota is used up; free some of: "
+        f"{what_to_free(run_dir / 'checkpoints')}"
+    )
+
+
+@contextlib.contextmanager
+def access(run_dir: Path, what: str) -> Iterator[None]:
+    """Around what a start does in the run directory: an OSError that a person has to see to becomes a UserError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in PASSING:
+            raise
+        raise no_access(run_dir, what, error) from None
 
 
 def what_to_free(directory: Path) -> str:

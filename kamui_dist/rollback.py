@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from kamui_dist import checkpoint, distributed
+from kamui_dist import checkpoint, distributed, status
 from kamui_dist.batches import positions_of
 from kamui_dist.errors import UserError
 from kamui_dist.files import write_json
@@ -90,7 +90,9 @@ def order(
     finding = next(f for f in findings if f.action == "rollback")
     if len(state.rollbacks) >= cfg.max_rollbacks:
         return None, f"{finding.kind}, and watch.max_rollbacks = {cfg.max_rollbacks} is used up"
-    since = (finding.since or finding.step) - cfg.rollback_steps
+    # What is overfitted was best right before; all else began somewhat earlier than it showed.
+    earlier = 1 if finding.kind == "overfitting" else cfg.rollback_steps
+    since = (finding.since or finding.step) - earlier
     steps = distributed.broadcast_object([s for s, _ in checkpoint.step_directories(run_dir / "checkpoints")])
     # Before the trouble by as much as was asked for, else at least before it was seen.
     good = [s for s in steps if s <= since] or [s for s in steps if s < (finding.since or finding.step)]
@@ -106,7 +108,7 @@ def order(
         finding.kind, finding.message, finding.step, good[-1], gap, cfg.rollback_lr_factor, cfg.rollback_warmup
     )
     with distributed.together():
-        if distributed.is_main():
+        if distributed.is_main() and status.is_home(run_dir):  # else the next start, which is at once, ends
             write_json(run_dir / "rollbacks.json", [*state.rollbacks, asdict(ordered)])
     return ordered, ""
 

@@ -22,6 +22,10 @@ TOO_HIGH = (
     "a learning rate too high to settle, or data that have become harder.",
     "lower optim.lr, by 3 to 10 times, and lengthen schedule.warmup.",
 )
+NEVER_FELL = (
+    "it has never fallen: a learning rate far too high, or a loss or gradient with the wrong sign.",
+    "lower optim.lr by 10 times or more; see that the model returns the cross-entropy, which is above 0, and not its negative.",
+)
 MARGIN = 0.01  # a validation loss above the best by this share of it is worse, not noise
 
 
@@ -97,6 +101,7 @@ class Divergence(Rule):
     warmup: int
     fresh: bool
     best: float | None = None
+    began: float | None = None  # loss of step 1
     since: int | None = None
     count: int = 0
     noise: float = 0.0
@@ -111,8 +116,8 @@ class Divergence(Rule):
             self.best = slow if self.best is None else min(self.best, slow)
             if self.count % FAST == 0:
                 self.noise = losses.noise()
-        if step == 1 and self.fresh:
-            self.best = loss
+        if step == 1:
+            self.began, self.best = loss, loss if self.fresh else self.best
         self.count += 1
         self.recent.append(loss)
         self.steps.append(step)
@@ -134,10 +139,13 @@ class Divergence(Rule):
     def fast(self) -> float:
         return statistics.median(self.recent) if self.recent else -math.inf
 
+    def _never_fell(self) -> bool:
+        return self.began is not None and self.best is not None and self.best > self.began - MEMORISED
+
     def _sign(self, fast: float, limit: float) -> Sign:
         return Sign(
             f"the loss is about {fast:.4g}, it was {self.best:.4g} at its best: above it by more than {limit:.2g} nats "
-            f"since step {self.since}.", self.since,
+            f"since step {self.since}.", self.since, *(NEVER_FELL if self._never_fell() else ()),
         )  # fmt: skip
 
 
@@ -246,10 +254,12 @@ class Overfitting(Rule):
     best_step: int = 0
     average: float = 0.0  # of the training loss, at the best validation
     above: int = 0
+    latest: tuple[float, float] | None = None  # validation loss, and the average of the training loss then
 
     def judge(self, step: int, val_loss: float, average: float) -> Sign | None:
         if not (math.isfinite(val_loss) and math.isfinite(average)):
             return None
+        self.latest = val_loss, average
         if self.best is None or val_loss <= self.best:
             self.best, self.best_step, self.average, self.above = val_loss, step, average, 0
             return None

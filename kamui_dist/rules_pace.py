@@ -41,12 +41,14 @@ class Waits(Rule):
         return self.count == self.size
 
     def sign(self) -> Sign | None:
-        waited, seconds = self.waited - self.longest, self.seconds - self.longest
+        waited = self.waited - self.longest
+        # The seconds are those of the step before: a long wait at the end of a window is not among them.
+        seconds = max(self.seconds - self.longest, waited)
         if waited <= self.cfg.starvation_share * seconds:
             return None
         return Sign(
             f"{stretch(self.begins, self.ended, self.size)} waited {waited:.3g} s for data, "
-            f"{waited / max(seconds, waited):.0%} of their time ({waited / self.size * 1000:.3g} ms a step).", self.begins,
+            f"{waited / seconds:.0%} of their time ({waited / self.size * 1000:.3g} ms a step).", self.begins,
         )  # fmt: skip
 
 

@@ -18,10 +18,12 @@ ABOVE = 0.25  # a first loss above ln(vocabulary) by more than this share of it:
 BELOW = 0.05  # and below it: the model knows targets that it has not learnt
 GAP = 1e-5  # nats a target that change with inputs which come later
 TOO_GOOD = 0.1  # of ln(vocabulary): 0.55 nats a byte, 1.1 a token of GPT-2's. Nobody is there in
+PRETRAINED = 0.5  # of ln(vocabulary): a first loss below it is that of weights that have learnt already
 EARLY = 2000  # steps on data seen for the first time
 NEAR = 0.01  # of ln(vocabulary)
 WAY = 0.12  # of ln(vocabulary) that a healthy run has come by start_steps; byte frequencies alone are worth 0.4
 TINY = 3e-5  # update / weight norm; about 1e-3 is usual
+USUAL = 3e-4
 VANISHED = 1e-6  # gradient norm; usual is 0.1 to 10
 IDLE = 16  # steps in a row without gradient or learning rate
 CHECK = 16  # steps between looks
@@ -36,14 +38,15 @@ USELESS_UPDATES = (
 )
 
 
-def first_loss(loss: float, vocab_size: int) -> tuple[str, Sign] | None:
-    """bad-init or leak, by the loss of fresh weights before the first update."""
+def first_loss(loss: float, vocab_size: int, repeats: float = 0.0) -> tuple[str, Sign] | None:
+    """bad-init or leak, by the loss of fresh weights before the first update. repeats: share of targets that are the same token as
+    their input, which a model with tied embeddings begins with a liking for."""
     nothing = math.log(vocab_size)
     if loss > (1 + ABOVE) * nothing:
         return "bad-init", Sign(
             f"the first loss is {loss:.3f}; weights that know nothing give ln({vocab_size}) = {nothing:.3f}."
         )
-    if loss < (1 - BELOW) * nothing:
+    if loss < (1 - BELOW - repeats) * nothing:
         return "leak", Sign(
             f"the first loss is {loss:.3f}, before anything was learnt; weights that know nothing give ln({vocab_size}) = "
             f"{nothing:.3f}.",
@@ -65,17 +68,32 @@ def gap(record: dict[str, Any]) -> Sign | None:
     )
 
 
-def too_good(step: int, average: float, vocab_size: int, epoch: int) -> Sign | None:
-    """leak, by a training loss too low for text, early and before the data come again. epoch: steps until then."""
-    bound = TOO_GOOD * math.log(vocab_size)
-    if step > min(EARLY, epoch) or average > bound:
+def too_good(
+    step: int, average: float, vocab_size: int, epoch: int, began: float | None, validated: tuple[float, float] | None
+) -> Sign | None:
+    """leak, by a training loss too low for text, early and before the data come again. epoch: steps until then. began: the loss
+    of step 1, if known; validated: the latest validation loss, and the training loss then."""
+    nothing = math.log(vocab_size)
+    bound = TOO_GOOD * nothing
+    if step > min(EARLY, epoch) or average > bound or (began is not None and began < PRETRAINED * nothing):
         return None
-    return Sign(
-        f"the training loss is {average:.3f} after {step} steps on data seen once; below {bound:.3f}, a tenth of "
-        f"ln({vocab_size}), is beyond any model so early.",
-        cause="targets that are not shifted by one, a mask that is not causal, data that repeat themselves, or a "
-        "model.factory that returns the mean of its losses, where the sum over the targets is wanted.",
+    told = f"the training loss is {average:.3f} after {step} steps on data seen once"
+    broken = (
+        "targets that are not shifted by one, a mask that is not causal, data that repeat themselves, or a model.factory that "
+        "returns the mean of its losses, where the sum over the targets is wanted."
     )
+    if average < TOO_GOOD * bound:
+        return Sign(
+            f"{told}; nothing that has to be learnt is learnt to a hundredth of ln({vocab_size}) so early.",
+            cause=broken,
+        )
+    if validated is not None and validated[0] > 2 * validated[1]:
+        told += f"; in the last validation it was {validated[1]:.3f}, the validation loss {validated[0]:.3f}"
+        return Sign(f"{told}: what is so easy in training is not there in validation.", cause=broken)
+    return Sign(
+        f"{told}; below {bound:.3f}, a tenth of ln({vocab_size}), is beyond any model of prose so early.",
+        cause=f"data that are very regular (tables, logs, padding); else {broken}", at_most="note",
+    )  # fmt: skip
 
 
 def digest(record: dict[str, Any]) -> dict[str, Any]:
@@ -119,6 +137,7 @@ class Learning(Rule):
     fresh: bool
     start: int  # the step from which the loss is judged
     first: float | None = None  # loss of fresh weights
+    began: float | None = None  # loss of the first update, of whatever weights
     count: int = 0
     idle: int = 0
     idle_since: int = 0
@@ -129,8 +148,8 @@ class Learning(Rule):
     def add(self, step: int, loss: float, norm: float | None, lr: float | None) -> bool:
         """A finite step. Whether there is now something to judge."""
         self.count += 1
-        if step == 1 and self.fresh:
-            self.first = loss
+        if step == 1:
+            self.began, self.first = loss, loss if self.fresh else None
         if norm == 0 or lr == 0:
             self.idle_since = self.idle_since if self.idle else step
             self.idle, self.idle_lr = self.idle + 1, lr == 0
@@ -164,7 +183,8 @@ class Learning(Rule):
             told += f"; an update is {ratio:.1e} of a layer's weights (median of those that change)"
         if (near or come < NEAR * nothing) and not self._moves(losses, norm):
             return "not-learning", Sign(f"{told}.", 1, *self._why(norm))
-        return "slow-learning", Sign(f"{told}.", 1, *(USELESS_UPDATES if ratio is not None and ratio >= TINY else ()))
+        useless = ratio is not None and ratio >= USUAL and not self._moves(losses, norm)
+        return "slow-learning", Sign(f"{told}.", 1, *(USELESS_UPDATES if useless else ()))
 
     def _moves(self, losses: Window, norm: float | None) -> bool:
         """Slowly but surely: weights change by very little, or the loss is below its beginning by more than chance."""

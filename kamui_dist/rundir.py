@@ -20,11 +20,11 @@ import torch
 from kamui_dist import __version__, config, distributed, evidence, incident, retention, signals, status, watchdog
 from kamui_dist.config import Config
 from kamui_dist.errors import EXIT_FINISHED, EXIT_HUNG, EXIT_STOPPED, UserError
-from kamui_dist.files import FULL, write_json, write_text
+from kamui_dist.files import write_json, write_text
 from kamui_dist.lock import Lock, held_by_other
-from kamui_dist.manifest import step_directories, step_links
+from kamui_dist.manifest import step_links
 from kamui_dist.plan import Plan
-from kamui_dist.retention import read_best
+from kamui_dist.retention import access
 from kamui_dist.state import State
 
 _RANK_0_SECONDS = 3.0  # in which it tells a failure that all ranks have, if it lives
@@ -41,9 +41,12 @@ def locate(cfg: Config) -> Path:
     path = Path(distributed.broadcast_object(str(Path(cfg.run.dir or "").absolute())))
     release()
     status.remember(path)  # no rank gets past _take, and tells of a failure, before all have
-    if distributed.broadcast_object(path.is_dir()):
+    there = False
+    with distributed.together(), access(path, "used"):
+        there = path.is_dir()
+    if distributed.broadcast_object(there):
         _take(path)
-        with distributed.together():
+        with distributed.together(), access(path, "used"):
             if distributed.is_main() and (links := step_links(path / "checkpoints")):
                 raise UserError(
                     f"{links[0]} is a symbolic link, and a checkpoint has to be a directory; move the directory itself back "
@@ -55,47 +58,42 @@ def locate(cfg: Config) -> Path:
 def prepare(path: Path) -> None:
     """Makes the run directory, or shows that it can be written. Collective. Raises UserError on every rank alike."""
     os.umask(os.umask(0o022) | 0o022)  # whatever this process makes from now on, group and others cannot write
-    with distributed.together():
+    with distributed.together(), access(path, "written"):
         if distributed.is_main():
-            try:
-                (path / "checkpoints").mkdir(parents=True, exist_ok=True)
-                probe = path / f".probe-{os.getpid()}"
+            (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+            for place in (path, path / "checkpoints"):
+                probe = place / f".probe-{os.getpid()}"
                 probe.touch()
                 probe.unlink()
-            except OSError as error:
-                raise UserError(_no_access(path, "written", error)) from None
     if not _ours:
         _take(path)
-    with distributed.together():
+    with distributed.together(), access(path, "written"):
         if distributed.is_main():
-            try:
-                status.reserve(path)
-                watchdog.clear(path)
-            except OSError as error:
-                raise UserError(_no_access(path, "written", error)) from None
+            status.reserve(path)
+            watchdog.clear(path)
 
 
 def _take(path: Path) -> None:
     global _lock, _ours
     _ours = False
-    with distributed.together():
+    with distributed.together(), access(path, "locked"):
         if distributed.is_main():
-            try:
-                _lock = Lock(path)
-            except OSError as error:
-                raise UserError(_no_access(path, "locked", error)) from None
+            _lock = Lock(path)
     _ours = True
+    status.hold(path)
     if signals.start_up is not None:
         signals.start_up.tell = functools.partial(ended_early, path)
 
 
-def _no_access(path: Path, what: str, error: OSError) -> str:
-    if error.errno not in FULL:
-        return f"run.dir: {path} cannot be {what}: {error.strerror}"
-    return (
-        f"run.dir: {path} cannot be {what}: the disk is full, or a quota is used up; free some of: "
-        f"{retention.what_to_free(path / 'checkpoints')}"
-    )
+def moved() -> str:
+    """Why nothing may be written into the run directory any more, in one line: it is not there, or not this run's. "" if it is, and
+    on other ranks than 0. Looks."""
+    return "" if _lock is None else _lock.moved()
+
+
+def seen_moved() -> bool:
+    """Whether the lock's heartbeat has seen that. Costs nothing."""
+    return _lock is not None and bool(_lock.gone)
 
 
 def release() -> None:
@@ -134,12 +132,9 @@ def describe(
     """config.toml, provenance.json and a copy of the tokenizer: what is needed to repeat and to use the run. Collective.
     Raises UserError on every rank if there is no room for them."""
     devices = distributed.gather_objects(_device_name(device))
-    with distributed.together():
+    with distributed.together(), access(path, "written"):
         if distributed.is_main():
-            try:
-                _describe(path, cfg, device, fingerprint, tokenizer, devices, parameters)
-            except OSError as error:
-                raise UserError(_no_access(path, "written", error)) from None
+            _describe(path, cfg, device, fingerprint, tokenizer, devices, parameters)
 
 
 def _describe(
@@ -159,14 +154,22 @@ def _describe(
 def write_status(
     path: Path, outcome: str, step: int, reason: str = "", exit_code: int | None = None, requeue: bool = False
 ) -> None:
-    """Rank 0; see status.py."""
+    """Rank 0; see status.py. What hinders it is a warning: the run is worth more."""
     if int(os.environ.get("RANK", "0")) == 0:
-        status.write(path, outcome, step, reason, exit_code, requeue)
+        try:
+            status.write(path, outcome, step, reason, exit_code, requeue)
+        except OSError as error:
+            print(f"warning: {path / 'status.json'} was not written: {error.strerror}", file=sys.stderr, flush=True)
 
 
 def close(path: Path, outcome: str, step: int, reason: str, exit_code: int, requeue: bool = False) -> None:
-    """The end of an orderly run: the last status, and the directory is anybody's again."""
+    """The end of an orderly run: the last status, and the directory is anybody's again. A STOP file that came when the run was over
+    has what it asked for; it must not stop the one that goes on when train.steps is raised. Where the run was stopped by something
+    else it stays: a scheduler may start it again, and a person has asked that it shall not run."""
     write_status(path, outcome, step, reason, exit_code, requeue)
+    if outcome in ("finished", "early_stopped") and distributed.is_main() and status.is_home(path):
+        with contextlib.suppress(OSError):
+            (path / "STOP").unlink()
     release()
 
 
@@ -189,7 +192,8 @@ def nothing_left(path: Path, plan: Plan, state: State) -> int:
 def tell_failure(cfg: Config, error: Exception) -> None:
     """What is no user's mistake, on stderr and in status.json, with where the ranks were."""
     record_failure(cfg, error, 1)  # before anything is printed: there may be nobody who reads it any more
-    told = incident.crash(Path(cfg.run.dir or "").absolute(), error, cfg) if _ours else None
+    path = Path(cfg.run.dir or "").absolute()
+    told = incident.crash(path, error, cfg) if _ours and status.is_home(path) else None
     failed = f"rank {os.environ.get('RANK', '0')} failed"
     lines = [f"{failed}: {type(error).__name__}: {error}{_where_ranks_were(cfg)}"]
     lines += [f"  {line}" for line in (evidence.advice(cfg) if incident.is_out_of_memory(error) else [])]
@@ -205,10 +209,12 @@ def record_failure(cfg: Config, error: BaseException, exit_code: int) -> None:
     tells the reason; what the others see later is only that it has gone."""
     path, rank = Path(cfg.run.dir or ""), int(os.environ.get("RANK", "0"))
     not_ours = _ours is False or (_ours is None and held_by_other(path))
-    if isinstance(error, UserError) and _lock is not None:
+    if isinstance(error, UserError) and _lock is not None and status.is_home(path):
         _leave_nothing(path)
-    if not path.is_dir() or not_ours:
+    now = status.home(path)
+    if now is None or not os.path.isdir(now) or not_ours:  # noqa: PTH112 - Path.is_dir raises where nobody may look
         return
+    path = now
     end = time.monotonic() + (_RANK_0_SECONDS if rank and getattr(error, "agreed", False) else 0)
     while not (told := status.told(path)) and path.is_dir() and time.monotonic() < end:
         time.sleep(0.05)
@@ -249,7 +255,7 @@ def ended_early(path: Path, outcome: str, reason: str, exit_code: int, requeue: 
 def hung(path: Path, text: str) -> None:
     """In the watchdog: as `ended_early`."""
     ended_early(path, "failed", text, EXIT_HUNG, requeue=True)
-    told, rank = incident.hang(path, text), os.environ.get("RANK", "0")
+    told, rank = incident.hang(path, text) if status.is_home(path) else None, os.environ.get("RANK", "0")
     if told and (rank == "0" or text.startswith(f"rank {rank} ")):
         print(f"incident: {told}", file=sys.stderr, flush=True)
 
@@ -262,21 +268,13 @@ def _where_ranks_were(cfg: Config) -> str:
 
 
 def mend_best(path: Path, state: State) -> None:
-    """At a start: best.json as the checkpoint that the run goes on from knows it, if that best one is there. A kill may have come
-    between it and best.json, or the file is lost: then nothing would protect it. Collective."""
-    with distributed.together():
-        directory = path / "checkpoints"
-        if distributed.is_main() and state.best_step in dict(step_directories(directory)):
-            best = {"step": state.best_step, "val_loss": state.best_val_loss}
-            try:
-                if read_best(directory) != best:
-                    write_json(directory / "best.json", best)
-            except OSError as error:
-                raise UserError(_no_access(path, "written", error)) from None
+    """At a start: best.json as the checkpoint that the run goes on from knows it. Collective."""
+    with distributed.together(), access(path, "written"):
+        if distributed.is_main():
+            retention.mend_best(path / "checkpoints", state.best_step, state.best_val_loss)
 
 
 def published(path: Path, state: State) -> None:
-    """After a checkpoint: best.json and status. Rank 0."""
-    if state.best_step == state.step:
-        write_json(path / "checkpoints" / "best.json", {"step": state.step, "val_loss": state.best_val_loss})
+    """After a checkpoint: status and best.json. Rank 0. Raises OSError if best.json cannot be written; then the next one tries."""
     write_status(path, "running", state.step)
+    retention.mend_best(path / "checkpoints", state.best_step, state.best_val_loss)

@@ -106,11 +106,12 @@ class Saver:
 
         final: nothing comes after it. It is waited for, tried even if there seems to be no room, and must succeed.
         Raises CheckpointError, on every rank, if it failed for another reason than the storage, or is `final` and failed;
-        UserError, on every rank and before anything is written, if no run could resume from it.
+        UserError, on every rank and before anything is written, if no run could resume from it, or the run directory is gone.
         """
         self._owed = False
         began = time.perf_counter()
         self._land()
+        self._stay(self._group)
         self.metrics.sync()
         tensors = training_tensors(self.module, self.optimizer)
         finding = self._examine(state.step, tensors, final)
@@ -138,24 +139,35 @@ class Saver:
         return ""
 
     def code(self) -> int:
-        """This rank's word for the step's packed reduction: 0 while it writes aside, else how that went (see _Job.code)."""
-        return 1 if self._job is None else self._job.code
+        """This rank's word for the step's packed reduction: 0 while it writes aside, else how that went (see _Job.code); 4 once
+        rank 0 has seen that the run directory is gone."""
+        return 4 if rundir.seen_moved() else 1 if self._job is None else self._job.code
 
     def poll(self, codes: list[int]) -> None:
         """`codes`: what `code` said on every rank in this step. Publishes what all have finished; lets the update begin.
 
-        Raises CheckpointError on every rank if a save failed for another reason than the storage.
+        Raises on every rank: CheckpointError if a save failed for another reason than the storage, UserError as `_stay`.
         """
         held = self._staging.before_update()
         if self._job is not None:
             self._job.stall_seconds += held
-        if self._job is not None and min(codes) > 0:
+        if max(codes) == 4:
+            self._stay(None)  # a save in flight has the other group for itself
+        elif self._job is not None and min(codes) > 0:
             self._settle(self._job, max(codes), final=False)
 
     def wait(self) -> None:
         """Until nothing is in flight and nothing is being deleted: at the end of a run. Raises as `poll`."""
         self._land()
         self._pruner.wait()
+
+    def _stay(self, group: Any) -> None:
+        """Raises UserError on every rank if the run directory was moved, removed or replaced: nothing can be saved any more, so
+        every further step would only be lost too."""
+        if told := distributed.gather_objects(rundir.moved(), group)[0]:
+            gone = UserError(told)
+            gone.agreed = True
+            raise gone
 
     def _land(self) -> None:
         if self._job is not None:
@@ -168,7 +180,7 @@ class Saver:
             if copies is not None:
                 self._staging.finish()
             began = time.perf_counter()
-            job.saved = checkpoint.save(self.directory, job.state.step, tensors, job.body, copies)
+            job.saved = checkpoint.save(self.directory, job.state.step, tensors, job.body, copies, parents=False)
             job.write_seconds = time.perf_counter() - began
         except BaseException as error:  # of a thread nobody else would hear
             job.error = error
@@ -192,6 +204,7 @@ class Saver:
         failed = job.error or CheckpointError(f"the checkpoint of step {job.state.step} failed on another rank")
         if code == 2:
             assert isinstance(failed, CheckpointError)
+            self._stay(self._group)
             self.metrics.findings([self._storage_failed(job.state.step, failed, final)])
         if code != 2 or final:
             failed.agreed = True  # type: ignore[attr-defined]  # all ranks raise: rank 0 tells it for everybody
@@ -199,14 +212,14 @@ class Saver:
 
     def _publish(self, state: State, saved: Checkpoint) -> None:
         """Rank 0. Older checkpoints go only once the new one is seen to be whole on the disk."""
+        if not retention.whole(saved.path):
+            print(f"warning: {saved.path} is not whole: no older one is deleted", file=sys.stderr, flush=True)
+            return
         try:
-            if retention.whole(saved.path):
-                rundir.published(self.run_dir, state)
-                self._pruner.start()
-            else:
-                print(f"warning: {saved.path} is not whole: no older one is deleted", file=sys.stderr, flush=True)
-        except (OSError, ValueError) as error:  # ValueError: a best loss of infinity is no JSON
+            rundir.published(self.run_dir, state)
+        except OSError as error:
             print(f"warning: after the checkpoint of step {state.step}: {error}", file=sys.stderr, flush=True)
+        self._pruner.start(state.best_step)
 
     def _examine(self, step: int, tensors: dict[str, Tensor], final: bool) -> Finding | None:
         """What speaks against saving now; decided alike on all ranks. With checkpoint.async also learns who writes what."""

@@ -53,10 +53,10 @@ def same_everywhere(train: TrainingData, val: dict[str, TokenStream]) -> None:
     Collective."""
     mine = {}
     with distributed.together():
-        mine = {"training data": (train.fingerprint, train.sample, str(train.streams[0].path))} | {
+        mine = {"training data": (train.fingerprint, train.digest, str(train.streams[0].path))} | {
             f"validation set {name}": (
                 stream.fingerprint,
-                stream.sample(train.context_length, mixture.SAMPLED // 8),
+                stream.sample(train.context_length, mixture.SAMPLED // 8).digest,
                 str(stream.path),
             )
             for name, stream in val.items()

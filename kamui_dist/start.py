@@ -116,12 +116,10 @@ def find_checkpoint(cfg: Config, run_dir: Path, data: TrainingData) -> Checkpoin
         ) if published else None  # fmt: skip
         distributed.raise_together(gone)
         return None
-    saved = found.state["config"]["model"]
-    now = cfg.model.model_dump()
     faults = [
-        f"model.{key} is {now[key]}, but {found.path} has {saved[key]}; set it back, or choose another run.dir"
-        for key in now
-        if key in saved and saved[key] != now[key] and _shapes_weights(key)
+        f"{change.what} is {change.now}, but {found.path} has {change.before}; set it back, or choose another run.dir"
+        for change in resume_report.compare({"config": found.state["config"]}, {"config": cfg.model_dump()})
+        if change.kind == resume_report.REFUSED and change.what.startswith("model.")
     ]
     if (before := found.state["config"]["optim"]["name"]) != cfg.optim.name:
         faults.append(
@@ -136,7 +134,7 @@ def find_checkpoint(cfg: Config, run_dir: Path, data: TrainingData) -> Checkpoin
             f" (fingerprint {data.fingerprint[:12]} against {found.state['data_fingerprint'][:12]}){what}; bring them back, or set"
             " data.allow_change=true to go on with these"
         )
-    elif found.state.get("data_sample", data.sample) != data.sample and not (cfg.data.allow_change or faults):
+    elif found.state.get("data_sample", data.digest) != data.digest and not (cfg.data.allow_change or faults):
         faults.append(
             f"{_data_key(cfg)}: files were changed in place: the header is that of the data that {found.path} was trained on, the "
             "tokens are not; bring them back, or set data.allow_change=true to go on with these"
@@ -148,11 +146,6 @@ def find_checkpoint(cfg: Config, run_dir: Path, data: TrainingData) -> Checkpoin
 
 def _data_key(cfg: Config) -> str:
     return "data.sources" if cfg.data.sources else "data.path"
-
-
-def _shapes_weights(key: str) -> bool:
-    """Or what they mean. A key of [model] that nobody has classified does, too."""
-    return resume_report.CLASSES.get(f"model.{key}", resume_report.REFUSED) == resume_report.REFUSED
 
 
 def pace(cfg: Config, run_dir: Path, validates: bool, parameters: int, saved: Callable[[], float]) -> Pace:
@@ -183,7 +176,7 @@ def facts(cfg: Config, plan: Plan, data: TrainingData, device: torch.device) -> 
     return {
         "config": cfg.model_dump(), "world_size": plan.world_size, "strategy": plan.strategy,
         "global_batch": plan.global_batch, "steps": plan.steps, "data_fingerprint": data.fingerprint, "data": data.identity,
-        "data_sample": data.sample, "versions": rundir.versions(device),
+        "data_sample": data.digest, "versions": rundir.versions(device),
     }  # fmt: skip
 
 
@@ -195,10 +188,11 @@ def changes(cfg: Config, found: Checkpoint | None, now: dict[str, Any]) -> list[
     return changed
 
 
-def record(plan: Plan, changed: list[Change], lost: tuple[int, float]) -> dict[str, Any]:
+def record(plan: Plan, data: TrainingData, changed: list[Change], lost: tuple[int, float]) -> dict[str, Any]:
     """For the record with which a start or a resume begins in metrics.jsonl. lost: updates done again, their seconds."""
     return {
         "world_size": plan.world_size, "global_batch": plan.global_batch, "restarts": job.restarts(),
+        "setup": plan.setup, "repeats": round(data.repeats, 6), "entropy": round(data.entropy, 6),
         "changed": [str(change) for change in changed], "lost_steps": lost[0], "lost_seconds": lost[1],
     }  # fmt: skip
 
@@ -250,11 +244,11 @@ def _plain(name: str) -> str:
 def restore(
     cfg: Config, found: Checkpoint | None, weights: Checkpoint | Path | None, module: nn.Module,
     optimizer: torch.optim.Optimizer, watch: Watch, scaler: LossScaler, noise: NoiseScale, changed: list[Change],
-    rollbacks: list[dict[str, Any]],
+    state: State,
 ) -> str:  # fmt: skip
     """The ways to start, in this order: resume this run; weights from checkpoint.init_from; scratch. Collective.
 
-    Fills everything in place but the few numbers of State. Returns the lines for the banner, with what has `changed`.
+    Fills everything in place but `state`, which `found` has filled. Returns the lines for the banner, with what has `changed`.
     """
     if found is not None:
         checkpoint.load_training(found, module, optimizer)
@@ -264,11 +258,11 @@ def restore(
             noise.load(found.state["noise"])
         saved_on = f"{found.state['strategy']}, {found.state['world_size']} process(es)"
         known = len(found.state["state"].get("rollbacks", []))
-        others = [] if known < len(rollbacks) and not changed else resume_report.lines(changed)
+        others = [] if known < len(state.rollbacks) and not changed else resume_report.lines(changed)
         return "\n".join(
             [
                 f"resume from {found.path} (step {found.step}; saved by {saved_on})",
-                *rollback.lines(rollbacks, known),
+                *rollback.lines(state.rollbacks, known),
                 *others,
             ]
         )

@@ -18,6 +18,7 @@ class State:
     best_step: int | None = None
     evals_since_best: int = 0
     evaluation_due: bool = False  # the run was stopped when a validation was due: it comes first after the resume
+    validated_on: str | None = None  # what the losses so far were measured on (validation.measured)
     rollbacks: list[dict[str, Any]] = field(default_factory=list)  # all of the run so far (rollback.py)
 
     def advance(self, plan: Plan) -> None:
@@ -59,5 +60,12 @@ class State:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> State:
-        return cls(**{name: values[name] for name in cls.__dataclass_fields__ if name in values})
+    def from_dict(cls, values: dict[str, Any], measured: str | None = None) -> State:
+        """measured: what validations are measured on from now on; None: there are none, or nobody knows. A best loss that was
+        measured on something else cannot be compared with theirs: it is forgotten, and patience begins anew."""
+        state = cls(**{name: values[name] for name in cls.__dataclass_fields__ if name in values})
+        if measured is not None:
+            if state.validated_on not in (None, measured):
+                state.best_val_loss, state.best_step, state.evals_since_best = None, None, 0
+            state.validated_on = measured
+        return state

@@ -8,6 +8,7 @@ bytes of a file that was made while there was room (.status.spare), which then t
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -16,23 +17,52 @@ from pathlib import Path
 from typing import Any
 
 from kamui_dist import job
-from kamui_dist.files import sync_directory
+from kamui_dist.files import is_another, sync_directory, where
 
 SPARE = ".status.spare"
 _SPARE_BYTES = 4096
 _STARTED = time.time()
 _found: tuple[Path, tuple[int, int] | None] | None = None  # by `remember`
+_held: tuple[Path, int] | None = None  # by `hold`
+
+
+def hold(run_dir: Path) -> None:
+    """On each rank: from now on the run directory is known by more than its name."""
+    global _held
+    if _held is not None:
+        os.close(_held[1])
+    _held = None
+    with contextlib.suppress(OSError):  # another node may not see yet what rank 0 has just made
+        _held = run_dir.absolute(), os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def home(run_dir: Path) -> Path | None:
+    """Where the run directory is: it may have been moved away, and another one may have its name. None if it was removed."""
+    if _held is None or _held[0] != run_dir.absolute() or not is_another(run_dir, _held[1]):
+        return run_dir
+    return where(_held[1])
+
+
+def is_home(run_dir: Path) -> bool:
+    """Whether what is written into `run_dir` goes where it belongs."""
+    return home(run_dir) == run_dir
 
 
 def reserve(run_dir: Path) -> None:
-    """Makes the spare file, and removes what killed processes have left. Raises OSError if there is no room."""
+    """Makes the spare file, and removes what killed processes have left. Raises OSError if there is no room, or a directory has
+    the name of the file."""
+    if (run_dir / "status.json").is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(run_dir / "status.json"))
     for path in [*run_dir.glob(".status.json.*"), *run_dir.glob(f"{SPARE}.*")]:
         path.unlink(missing_ok=True)
     _make_spare(run_dir)
 
 
 def write(run_dir: Path, outcome: str, step: int, reason: str, exit_code: int | None, requeue: bool) -> None:
-    """On any rank; several at once do no harm."""
+    """On any rank; several at once do no harm. Goes with a directory that is moved, and nowhere if it is removed."""
+    if (now := home(run_dir)) is None:
+        return
+    run_dir = now
     status = {
         "outcome": outcome, "step": step, "reason": reason, "requeue": requeue, "exit_code": exit_code, "pid": os.getpid(),
         "restarts": job.restarts(),

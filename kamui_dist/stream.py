@@ -16,6 +16,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,14 @@ def _close_all(descriptors: OrderedDict[int, int]) -> None:
         os.close(descriptors.popitem()[1])
 
 
+@dataclass(frozen=True)
+class Sample:
+    digest: str  # SHA-256 of the windows
+    repeats: float  # share of the targets that are the same token as their input
+    tokens: np.ndarray  # that are targets: int64, in order
+    counts: np.ndarray  # how often each of them is one: int64
+
+
 class TokenStream:
     """One stream of tokens to train on or to validate with. Subclasses fill in what they know of it and `_files`."""
 
@@ -206,16 +215,22 @@ class TokenStream:
                 " of them nor a separator token; name the token that ends one with `separator`, or prepare the text again"
             )
 
-    def sample(self, context_length: int, windows: int) -> str:
-        """SHA-256 of so many windows, spread evenly over the stream: of what the files hold now, whatever is said of them.
+    def sample(self, context_length: int, windows: int) -> Sample:
+        """So many windows, spread evenly over the stream: what the files hold now, whatever is said of them.
 
         Raises UserError as `read_raw`.
         """
         ids = np.unique(np.linspace(0, self.windows(context_length) - 1, windows).astype(np.int64))
-        mask = self.read_mask(ids, context_length)
-        digest = hashlib.sha256(self.read_raw(ids, context_length).tobytes())
-        digest.update(b"" if mask is None else mask.tobytes())
-        return digest.hexdigest()
+        rows, mask = self.read_raw(ids, context_length), self.read_mask(ids, context_length)
+        digest = hashlib.sha256(rows.tobytes())
+        targets, same = rows[:, 1:], rows[:, 1:] == rows[:, :-1]
+        if mask is not None:
+            digest.update(mask.tobytes())
+            targets, same = targets[mask], same[mask]
+        tokens, counts = np.unique(
+            targets, return_counts=True
+        )  # not by id: one that is no token may be beyond all memory
+        return Sample(digest.hexdigest(), float(same.mean()) if same.size else 0.0, tokens.astype(np.int64), counts)
 
     def locate(self, position: int) -> tuple[str, int]:
         """The file that holds token `position` of the stream, and the byte in it."""

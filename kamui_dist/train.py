@@ -41,7 +41,7 @@ from kamui_dist.saver import Saver
 from kamui_dist.signals import BY_HAND, REASONS, StopRequest
 from kamui_dist.state import State
 from kamui_dist.stopwatch import Stopwatch, memory_gib, slowest
-from kamui_dist.validation import Validator
+from kamui_dist.validation import Validator, measured
 from kamui_dist.watch import Observation, Watch
 from kamui_dist.watchdog import Watchdog
 from kamui_dist.worst import Incidents
@@ -58,20 +58,22 @@ def train(cfg: Config, stop: StopRequest) -> int:
 
     with distributed.together():
         train_data, val_sets = sources.open_datasets(cfg)
+    sources.same_everywhere(train_data, val_sets)
+    with distributed.together():
         plan = make_plan(cfg, ranks, train_data.windows)
         model = start.build_model(cfg)
         sources.check_model(cfg, model)
         parallel.check_shards(model, plan)
-    sources.same_everywhere(train_data, val_sets)
     counts = banner.count(model, cfg)
     rollbacks = rollback.obey(run_dir)
     found = start.find_checkpoint(cfg, run_dir, train_data)
-    state = State() if found is None else State.from_dict(found.state["state"])
+    state = State.from_dict(found.state["state"] if found else {}, measured(cfg, plan, val_sets))
     gaps = rollback.settle(run_dir, state, rollbacks)
-    plan = make_plan(cfg, ranks, train_data.windows, done=(state.step, state.samples, state.tokens))
+    with distributed.together():  # only now it is known how many steps are left
+        plan = make_plan(cfg, ranks, train_data.windows, done=(state.step, state.samples, state.tokens))
     if state.is_over(plan.steps, cfg.eval.patience, validates=bool(val_sets)):
         return rundir.nothing_left(run_dir, plan, state)
-    facts = start.facts(cfg, plan, train_data, device)
+    facts = start.facts(cfg, plan, train_data, device) | {"validation": state.validated_on}
     with distributed.together():
         changed = start.changes(cfg, found, facts)
         weights = None if found else start.find_weights(cfg, model)
@@ -85,23 +87,20 @@ def train(cfg: Config, stop: StopRequest) -> int:
     start.expect_loss(cfg, module)
     optimizer = optim.build(module, cfg.optim)
     scaler = precision.LossScaler(enabled=cfg.run.precision == "fp16")
-    watch = Watch(cfg.watch, watch_facts(cfg, plan, fresh=weights is None))
+    watch = Watch(cfg.watch, watch_facts(cfg, plan, weights is None, train_data.repeats, train_data.entropy))
     clock = Stopwatch(device)
     monitor = Monitor(model, cfg, plan, device, clock)
-    origin = start.restore(
-        cfg, found, weights, module, optimizer, watch, scaler, monitor.noise, changed, state.rollbacks
-    )
+    origin = start.restore(cfg, found, weights, module, optimizer, watch, scaler, monitor.noise, changed, state)
     peak = peak_flops(device, cfg.run.precision, cfg.log.peak_flops)
     by_source = sources.BySource(train_data, module, device)
     sampler = Sampler(cfg, module, train_data.tokenizer, [*val_sets.values(), *train_data.streams][0], device)
     rundir.describe(run_dir, cfg, device, train_data.fingerprint, train_data.tokenizer, counts.parameters)
     metrics = Metrics(
-        run_dir, rank == 0, cfg.log.every, plan.steps, cfg.log.tensorboard, state.step, settings(cfg, plan)
-    )
+        run_dir, rank == 0, cfg.log.every, plan.steps, cfg.log.tensorboard, state.step, settings(cfg, plan), state.evaluation_due
+    )  # fmt: skip
     metrics.say(banner.text(cfg, plan, counts, train_data, val_sets, by_source.losses, device, origin, run_dir))
-    metrics.write(
-        "start" if found is None else "resume", **state.position(), **start.record(plan, changed, metrics.lost)
-    )
+    begun = "resume" if found else "start"
+    metrics.write(begun, **state.position(), **start.record(plan, train_data, changed, metrics.lost))
     for turn in rollback.untold(run_dir, state):
         metrics.write("rollback", **turn.record)
         metrics.findings([turn.finding])
@@ -124,10 +123,12 @@ def train(cfg: Config, stop: StopRequest) -> int:
 
     asked = distributed.agreed_max(stop.poll(pace.save), device)  # while all this was made ready
     stop.stop_file = run_dir / "STOP" if rank == 0 else None
-    if due := state.evaluation_due and bool(val_sets) and not asked:
-        asked = validator.run(state, 0)[1]
+    due = state.evaluation_due and bool(val_sets) and not asked
+    _, asked, findings = validator.run(state, 0) if due else (False, asked, [])
     if asked:
         outcome, reason = "stopped", REASONS[int(asked)]  # there is nothing new to save
+    elif (action := gravest(findings)) in ("rollback", "stop"):
+        outcome, reason = "failed", f"watch: {findings[0].kind}"
     elif due:
         if state.out_of_patience(cfg.eval.patience):
             outcome, reason = "early_stopped", state.impatience

@@ -14,13 +14,14 @@ from kamui_dist.evaluate import Validation, evaluate
 from kamui_dist.findings import Finding
 from kamui_dist.metrics import Metrics
 from kamui_dist.plan import Plan
+from kamui_dist.rules_loss import Overfitting
 from kamui_dist.samples import Sampler
 from kamui_dist.signals import Pace, StopRequest
 from kamui_dist.state import State
 from kamui_dist.stream import TokenStream
 from kamui_dist.watch import Watch
 
-__all__ = ["Validation", "Validator", "evaluate_sets"]
+__all__ = ["Validation", "Validator", "evaluate_sets", "measured"]
 
 
 def evaluate_sets(
@@ -45,6 +46,22 @@ def evaluate_sets(
     return results, 0
 
 
+def measured(cfg: Config, plan: Plan, sets: dict[str, TokenStream]) -> str | None:
+    """Of what the first set's loss, which decides what is best, is the mean: two that are measured on other things cannot be
+    compared. None: there is no validation."""
+    if not sets:
+        return None
+    first, limit = next(iter(sets.values())), _limit(cfg, plan)
+    windows = first.windows(cfg.model.context_length)
+    text = f"{first.fingerprint}, {windows if limit is None else min(limit, windows)} windows"
+    return text + (f" by document (separator {first.separator})" if cfg.data.document_mask else "")
+
+
+def _limit(cfg: Config, plan: Plan) -> int | None:
+    """The most windows of a set that are read."""
+    return cfg.eval.batches * plan.global_batch if cfg.eval.batches else None
+
+
 class Validator:
     """A validation of the loop: every set, what is best so far, what the watch says of it.
 
@@ -57,7 +74,7 @@ class Validator:
     ) -> None:  # fmt: skip
         self.cfg, self.sets, self.module, self.device, self.watch = cfg, sets, module, device, watch
         self.metrics, self.stop, self.pace, self.sampler = metrics, stop, pace, sampler
-        self.limit = cfg.eval.batches * plan.global_batch if cfg.eval.batches else None
+        self.limit = _limit(cfg, plan)
 
     def due(self, step: int, last: bool) -> bool:
         every = self.cfg.eval.every
@@ -77,6 +94,9 @@ class Validator:
             return False, asked, []
         text = self.sampler.write(state.step)
         self.pace.evaluation(sum(result.seconds for result in results) + self.sampler.seconds)
+        if state.best_val_loss is None and not state.evals_since_best:
+            # The first one, or the first one on another set (State.from_dict): no loss of before is anything to compare with.
+            self.watch.overfitting = Overfitting(self.cfg.watch)
         improved = state.judge(results[0].loss, self.cfg.eval.min_improvement)
         self.metrics.evaluations(state, results, improved)
         self.metrics.sample(state.step, self.sampler.prompt, text)

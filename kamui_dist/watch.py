@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kamui_dist import knobs, rules_start
-from kamui_dist.findings import KINDS, Finding, Sign
+from kamui_dist.findings import ACTIONS, KINDS, Finding, Sign
 from kamui_dist.observation import Facts, Observation, Verdict
 from kamui_dist.rules import Rule
 from kamui_dist.rules_loss import FAST, Divergence, Level, Overfitting, Plateau
@@ -39,6 +39,17 @@ LEAST_START = 100  # steps before a loss that has not moved says anything
 LONGEST_WAIT = 8  # windows between two findings of one kind
 OVERFLOWED = (
     "the forward pass overflows or divides by zero: a learning rate too high, no target in the batch, a row all masked."
+)
+NOT_THE_SAME = (  # for data that are seen for the first time, and so not overfitted
+    "training and validation do not see the same: validation data of another kind, wrong targets in training, too much dropout, "
+    "or a model that is another one in eval mode.",
+    "look at both data sets (kamui-dist inspect data CONFIG --step 1 --text), at model.dropout, and at what eval mode changes.",
+)
+ONLY_FREQUENCIES = (
+    "the model has learnt how often each token occurs ({entropy:.3f} nats a token) and nothing else: targets that do not belong to "
+    "the inputs, or attention that passes nothing on; else a model without capacity.",
+    "look at the data (kamui-dist inspect data CONFIG --step 1 --text) and at where the model.factory takes its targets from; try "
+    "train.overfit_one_batch=true.",
 )
 SKIPS = 5  # updates that `skip` leaves out in a row, for a finding that lasts
 GRAVE = ("skip", "rollback", "stop")  # actions that do more than tell
@@ -69,7 +80,7 @@ class Watch:
         self._moved(size)
 
     def _moved(self, size: int) -> None:
-        """Time and memory are judged anew: with other ranks they are others."""
+        """Time and memory are judged anew: with other ranks, or another batch, they are others."""
         self.waits, self.slow_rank = Waits(self.cfg, size), SlowRank(self.cfg, size)
         self.throughput, self.memory = Throughput(self.cfg, size), Memory(self.cfg, max(LEAST, size // 2))
 
@@ -101,9 +112,11 @@ class Watch:
         average = max(self.level.average(math.nan, 2 * FAST), self.divergence.fast())
         sign, facts = self.overfitting.judge(step, val_loss, average), self.facts
         windows, batch = facts.windows or 0, facts.global_batch or 0
-        # Data seen for the first time are not overfitted, and a single batch (train.overfit_one_batch) is meant to be.
-        fits = windows and batch and (step * batch < windows or windows <= batch)
-        return self._tell("overfitting", step, None if fits else sign)
+        if windows and windows <= batch:
+            sign = None  # a single batch (train.overfit_one_batch) is meant to be overfitted
+        elif sign and windows and step * batch < windows:
+            sign = replace(sign, cause=NOT_THE_SAME[0], advice=NOT_THE_SAME[1], at_most="warn")
+        return self._tell("overfitting", step, sign)
 
     def _blind(self, step: int, val_loss: float) -> list[Finding]:
         """Told once, until there is a number again."""
@@ -127,15 +140,20 @@ class Watch:
     def _healthy(self, step: int, loss: float, lr: float | None) -> list[Finding]:
         found: list[Finding] = []
         facts, vocab = self.facts, self.facts.vocab_size
-        if vocab and step == 1 and facts.fresh and (first := rules_start.first_loss(loss, vocab)):
+        if vocab and step == 1 and facts.fresh and (first := rules_start.first_loss(loss, vocab, facts.repeats)):
             found += self._tell(first[0], step, first[1])
         if vocab and facts.windows and facts.global_batch and step % 16 == 0 and step <= rules_start.EARLY:
             average = self.level.losses.mean(16)
-            if sign := rules_start.too_good(step, average, vocab, facts.windows // facts.global_batch):
+            if sign := rules_start.too_good(
+                step, average, vocab, facts.windows // facts.global_batch, self.learning.began, self.overfitting.latest
+            ):
                 found += self._tell("leak", step, sign)
         if self.plateau.add(step, loss, lr):
             fits = self.divergence.since is None and (self.learning.learned or vocab is None)
             sign = self.plateau.sign(step, lr, self.level.losses.noise()) if fits else None
+            known = facts.entropy or 0.0
+            if sign and not sign.cause and known and abs(self.plateau.parts[-1] - known) < 0.02 * known:
+                sign = replace(sign, cause=ONLY_FREQUENCIES[0].format(entropy=known), advice=ONLY_FREQUENCIES[1])
             if sign and (dead := rules_start.without_gradient(self.learning.detail)):
                 sign = replace(sign, cause=f"{dead}: they are frozen or detached.", advice=rules_start.ZERO_GRADIENT[1])
             found += self._tell("plateau", step, sign)
@@ -169,9 +187,13 @@ class Watch:
             return []
         message = f"loss {loss:.4g}" + (f", gradient norm {norm:.4g}" if norm is not None else "")
         message += ": update skipped on all ranks" + (f", {row} in a row." if row > 1 else ".")
-        kind = KINDS["non-finite"]
+        kind, known = KINDS["non-finite"], self.facts.precision
         cause = kind.cause if math.isfinite(loss) else OVERFLOWED
-        advice = kind.advice + (f" watch.max_skipped = {most} is reached." if stop else "")
+        advice = kind.advice
+        if known is not None and known != "fp16":
+            cause = cause.replace("fp16 looking for its scale (harmless when rare), ", "")
+            advice = advice.replace(" or use run.precision=bf16", "")
+        advice += f" watch.max_skipped = {most} is reached." if stop else ""
         action = self.cfg.on_non_finite if stop else "skip"
         since = step - row + 1 if row > 1 else None
         return [Finding("non-finite", step, message, cause, advice, action, since)] if action != "off" else []
@@ -181,12 +203,15 @@ class Watch:
 
     def _tell(self, kind: str, step: int, sign: Sign | None) -> list[Finding]:
         """What a rule has seen in this step, or that it has seen nothing any more; see the top of this file."""
-        lasts, last, wait = self.told.get(kind, (0, None, self.cfg.window))
+        key = f"{kind}?" if sign and sign.at_most else kind  # what was not sure does not hide what is
+        lasts, last, wait = self.told.get(key, (0, None, self.cfg.window))
         if sign is None:
-            if lasts:
-                self.told[kind][0] = 0
+            for each in self.told.keys() & {kind, f"{kind}?"}:
+                self.told[each][0] = 0
             return []
         action = getattr(self.cfg, "on_" + kind.replace("-", "_"))
+        if sign.at_most:
+            action = min(action, sign.at_most, key=ACTIONS.index)
         if action == "off":
             return []
         early = last is not None and step - last < wait and action not in GRAVE
@@ -198,7 +223,7 @@ class Watch:
         elif action != "skip" and (lasts or early):
             return []
         wait = wait if last is None else min(2 * wait, LONGEST_WAIT * self.cfg.window)
-        self.told[kind] = [lasts + 1, step, wait]
+        self.told[key] = [lasts + 1, step, wait]
         since = None if sign.since == step else sign.since
         known = KINDS[kind]
         cause, advice = sign.cause or known.cause, sign.advice or known.advice
@@ -209,23 +234,23 @@ class Watch:
 
     def state(self) -> dict[str, Any]:
         told = {kind: list(numbers) for kind, numbers in self.told.items()}
-        return {"skipped_in_a_row": self.skipped_in_a_row, "told": told, "ranks": self.facts.ranks} | {
+        return {"skipped_in_a_row": self.skipped_in_a_row, "told": told, "setup": self.facts.setup} | {
             name: rule.state() for name, rule in self._rules().items()
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """As it was when `state` was taken; with another number of ranks time and memory are judged anew."""
+        """As it was when `state` was taken; with other ranks, or another batch, time and memory are judged anew."""
         self.skipped_in_a_row = state["skipped_in_a_row"]
         self.told = {kind: list(numbers) for kind, numbers in state.get("told", {}).items()}
         for name, rule in self._rules().items():
-            if name in state and (name not in PACE or state["ranks"] == self.facts.ranks):
+            if name in state and (name not in PACE or state.get("setup") == self.facts.setup):
                 rule.load(state[name])
 
 
 def replay(records: Iterable[dict[str, Any]], cfg: knobs.Watch, facts: Facts) -> list[Finding]:
     """What a watch finds in the records of a metrics.jsonl, in their order: of a run of ours what its own watch found, but that
     null stands for NaN and infinity alike. Each rule is silent where its numbers are missing."""
-    watch, first_set, ranks = Watch(cfg, facts), None, None
+    watch, first_set, setup = Watch(cfg, facts), None, None
     found: list[Finding] = []
     before: dict[str, Any] = {}
     for record in records:
@@ -240,6 +265,6 @@ def replay(records: Iterable[dict[str, Any]], cfg: knobs.Watch, facts: Facts) ->
             found += watch.detailed(record["step"], record)
         elif kind in ("start", "resume", "rollback"):
             before = {}
-            if ranks != (ranks := record.get("world_size", ranks)):
+            if setup != (setup := record.get("setup") or record.get("world_size", setup)):
                 watch._moved(watch.norms.size)
     return found

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import NoReturn
 
+from kamui_dist import status
 from kamui_dist.errors import EXIT_HUNG
 from kamui_dist.knobs import Run
 from kamui_dist.signals import MOVING_BYTES, bytes_moved
@@ -130,7 +131,8 @@ class Watchdog:
         before = time.monotonic()
         while not self._over and (mine := self.beat()) is not None:
             with contextlib.suppress(OSError):
-                write_beat(self.run_dir, mine)
+                if status.is_home(self.run_dir):
+                    write_beat(self.run_dir, mine)
             if before - self._armed > mine.limit / 10:
                 # For a thread that never lets go of the interpreter: then this one does not run either.
                 self._armed = before
@@ -156,6 +158,7 @@ class Watchdog:
     def _end(self, mine: Beat) -> NoReturn:
         path = self.run_dir / "stacks" / f"rank-{self.rank:05d}.txt"
         with contextlib.suppress(OSError):
+            path = (status.home(self.run_dir) or self.run_dir) / "stacks" / path.name
             path.parent.mkdir(exist_ok=True)
             with path.open("w", encoding="utf-8") as file:
                 print(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {mine.text(time.time())}\n", file=file, flush=True)

@@ -7,6 +7,7 @@ import html
 import json
 import math
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -185,6 +186,22 @@ def attempt(
         metrics.write("end", step=to, tokens=1000 * to, outcome=outcome, reason="")
         metrics.close()
     return metrics
+
+
+def test_files_that_are_not_ours_are_passed_over(tmp_path: Path) -> None:
+    place = tmp_path / "tensorboard"
+    place.mkdir()
+    for name in (
+        "events.out.tfevents.bak",
+        "events.out.tfevents.",
+        "events.out.tfevents.x.y.1",
+        "events.out.tfevents.٣.a.1",
+    ):
+        (place / name).touch()
+    (place / "events.out.tfevents.4000000000.host.1").touch()
+    attempt(tmp_path, 0, 2, 0.0, "finished")
+    assert sorted(int(p.name.split(".")[3]) for p in place.glob("events*.about")) == [4000000001, 4000000003]
+    assert (place / f"events.out.tfevents.4000000002.{platform.node()}.{os.getpid()}").is_file()
 
 
 def three_resumes(run_dir: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import io
 import json
 import math
 import xml.etree.ElementTree as ET
@@ -12,16 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kamui_dist import cli, config, knobs, plan
+from kamui_dist import cli, config, knobs, plan, sources
 from kamui_dist.commands import diagnose
 from kamui_dist.errors import UserError
 from kamui_dist.findings import Finding
 from kamui_dist.metrics import Metrics
-from kamui_dist.report import foreign, found, logs, names, summary
-from kamui_dist.shards import TokenDataset
+from kamui_dist.report import console, found, logs, names, summary
 from tests import made_runs, tiny
 
 
@@ -60,10 +60,11 @@ def test_over_a_real_run_it_finds_what_the_run_itself_found(tmp_path: Path, caps
 
     run = logs.read_run(run_dir)
     assert run.config is not None
-    expected = plan.make_plan(run.config, 1, TokenDataset(data).windows(tiny.T))
-    assert logs.facts(run) == plan.watch_facts(run.config, expected, fresh=True), (
-        "the watch is told what it was told then"
-    )
+    assert run.notes == [], "every field is of a type that is read"
+    there = sources.open_datasets(run.config)[0]
+    expected = plan.make_plan(run.config, 1, there.windows)
+    of_data = (round(there.repeats, 6), round(there.entropy, 6))
+    assert logs.facts(run) == plan.watch_facts(run.config, expected, True, *of_data), "it is told what it was told then"
 
 
 def test_what_only_the_run_could_see_is_told_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,7 +220,9 @@ WANDB = """{"_step":0,"train":{"loss":3.2,"lr":1e-3},"trainer/global_step":7}
             {"step": 1, "loss": 11.0096, "grad_norm_pre_clip": 15.3, "lr": 8.57e-07, "mfu": 0.426, "step_seconds": 3.05636,
              "tokens_per_sec": 171540.0},
         ], [(1, 10.5)]),
-        ("megatron.log", MEGATRON, [{"step": 10, "loss": 10.42, "lr": 1e-5, "grad_norm_pre_clip": 12.345}], []),
+        ("megatron.log", MEGATRON, [
+            {"step": 10, "loss": 10.42, "lr": 1e-5, "grad_norm_pre_clip": 12.345, "step_seconds": 0.0125},
+        ], []),
         ("metrics.csv", LIGHTNING, [{"step": 9, "loss": 4.1, "lr": 3e-4}, {"step": 19, "loss": 3.9}], [(19, 4.0)]),
         ("trainer_state.json", TRAINER, [
             {"step": 10, "loss": 2.5, "lr": 5e-5, "grad_norm_pre_clip": 1.2},
@@ -386,7 +389,7 @@ def test_damaged_gzip_directories_and_pipes(tmp_path: Path) -> None:
 
 def test_a_pattern_that_backtracks_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """(a+)+$ takes 2^28 steps for this line."""
-    monkeypatch.setattr(foreign, "MATCH_SECONDS", 0.3)
+    monkeypatch.setattr(console, "MATCH_SECONDS", 0.3)
     with pytest.raises(UserError, match="it backtracks"):
         read(tmp_path, "x.log", "iter 3 " + "a" * 4000 + "!\n", None, "(?P<loss>(a+)+)$")
     fine = read(tmp_path, "y.log", "loss 3 " + "a" * 5_000_000 + "\nloss 4\n", None, r"loss (?P<loss>\d)")
@@ -503,3 +506,300 @@ def test_a_byte_order_mark_is_no_part_of_a_log(tmp_path: Path, packed: bool) -> 
     ours = made_runs.write(tmp_path / "run", made_runs.records()) / "metrics.jsonl"
     ours.write_bytes(b"\xef\xbb\xbf" + ours.read_bytes())
     assert logs.read_run(ours).ours
+
+
+# ---- what an outsider's logs looked like
+
+NO_LOSS = (
+    " iteration        {n}/    1000 | consumed samples:          512 | elapsed time per iteration (ms): 5012.3 | learning rate: "
+    "3.000000E-04 | global batch size:   512 | loss scale: 1.0 | grad norm: nan | number of skipped iterations:   {skipped} | "
+    "number of nan iterations:   {nan} |\n"
+)
+
+
+def test_a_megatron_interval_without_a_loss_is_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "megatron.log"
+    log.write_text(
+        MEGATRON + NO_LOSS.format(n=11, skipped=0, nan=1) + NO_LOSS.format(n=12, skipped=1, nan=0)
+        + NO_LOSS.format(n=13, skipped=0, nan=0)
+    )  # fmt: skip
+    assert [(f["kind"], f["step"]) for f in told(capsys, log)["findings"]] == [("non-finite", 11), ("non-finite", 12)]
+    steps = logs.read_run(log).of("step")
+    assert [(r["step"], r["loss"], r["step_seconds"]) for r in steps] == [
+        (10, 10.42, 0.0125), (11, None, 5.0123), (12, None, 5.0123),
+    ]  # fmt: skip
+
+
+def test_megatron_validations(tmp_path: Path) -> None:
+    bar = "-" * 40
+    text = (
+        MEGATRON
+        + f"{bar}\n validation loss at iteration 10 | lm loss value: 4.2E+00 | lm loss PPL: 6.7E+01 | \n{bar}\n"
+        " validation loss at iteration 20 on validation set | lm loss value: 4.1E+00 | lm loss PPL: 6.0E+01 | \n"
+        " validation loss at iteration 20 on test set | lm loss value: 9.9E+00 | lm loss PPL: 2.0E+04 | \n"
+    )
+    assert [(r["step"], r["val_loss"]) for r in read(tmp_path, "x.log", text).of("eval")] == [(10, 4.2), (20, 4.1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "steps", "decimal"),
+    [
+        ("step;loss;lr\n1;10,743;0,003\n2;10,523;0,003\n", [(1, 10.743, 0.003), (2, 10.523, 0.003)], "loss, lr"),
+        ("step;loss\n1;10,743\n2;9,5\n3;9.25\n", [(1, 10.743, None), (2, 9.5, None), (3, 9.25, None)], "loss"),
+        ("step\tloss\n1\t10,75\n2\t10,1\n", [(1, 10.75, None), (2, 10.1, None)], "loss"),
+        ("step;loss\n999;1,5E-3\n1.000;0,25\n", [(999, 1.5e-3, None), (1000, 0.25, None)], "loss"),
+        ('step,loss\n"1","10,7421"\n"2","10,523"\n', [(1, 10.7421, None), (2, 10.523, None)], "loss"),
+        ('step,loss,lr\n"1,000","10.5","0,003"\n"2,000",9,"0,003"\n', [(1000, 10.5, 0.003), (2000, 9.0, 0.003)], "lr"),
+        ("step\tloss\n999\t2.5\n1,000\t2.25\n", [(999, 2.5, None), (1000, 2.25, None)], ""),
+        ('step,loss\n"1","1,006.5"\n"2","10,523"\n', [(1, 1006.5, None), (2, 10523.0, None)], ""),
+        ('step,loss\n"1,000","10,523,000"\n', [(1000, 10523000.0, None)], ""),
+    ],
+)  # fmt: skip
+def test_a_comma_is_a_decimal_sign_or_thousands(tmp_path: Path, text: str, steps: list[Any], decimal: str) -> None:
+    run = read(tmp_path, "x.csv", text)
+    assert [(r["step"], r["loss"], r.get("lr")) for r in run.of("step")] == steps
+    assert [n for n in run.notes if "decimal sign" in n] == (
+        [f"the comma is read as the decimal sign in {decimal}"] if decimal else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "patterns"),
+    [
+        ("\rEpoch 0:   0%|###   | 1/9 [00:10<01:00, 2.3it/s, v_num=0, train_loss=10.9]\rEpoch 0:  9%|#  | 2/9 [00:10<01:00, "
+         "2.3it/s, v_num=0, train_loss=nan]", ()),
+        ("\r  0%|####| 0/9\riter 1: loss 10.9, time 3.00ms, mfu 38.00%\r\n\r  0%|####| 1/9\riter 2: loss nan, time 3.00ms\n", ()),
+        ("it 1 loss 10.9\rit 2 loss nan\r", (r"it (?P<step>\d+) loss (?P<loss>\S+)",)),
+        ("step,loss\r1,10.9\r2,nan\r", ()),
+        ("step,loss\r\n1,10.9\r\n2,nan\r\n", ()),
+    ],
+    ids=["bar", "behind a bar", "pattern", "old table", "table"],
+)  # fmt: skip
+def test_a_carriage_return_ends_a_line(tmp_path: Path, text: str, patterns: tuple[str, ...]) -> None:
+    (tmp_path / "x.log").write_bytes(text.encode())
+    run = logs.read_run(tmp_path / "x.log", None, list(patterns))
+    assert [(r["step"], r["loss"]) for r in run.of("step")] == [(1, 10.9), (2, None)]
+
+
+def test_a_bar_that_nobody_knows_is_one_line_that_names_pattern(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.log").write_bytes(b"\r  0%|###   | 1/9 [00:10<01:00, ce=3]\r 9%|###   | 2/9 [00:10<01:00, ce=2]")
+    assert cli.main(["diagnose", str(tmp_path / "x.log")]) == 2
+    error = capsys.readouterr().err
+    assert "--pattern 'iter (?P<step>" in error
+    assert "universal-newline" not in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_loss_that_stays_nan_is_two_rows(tmp_path: Path, every: int) -> None:
+    """What the watch skips, and that it stops: up to the last time that it is told. One that comes back begins anew."""
+    losses = ["2.5"] * 10 + ["nan"] * 200 + ["2.5"] * 50 + ["nan"] * 3
+    text = "step,loss\n" + "".join(f"{every * k},{loss}\n" for k, loss in enumerate(losses))
+    run = read(tmp_path, "x.csv", text)
+    rows = found.gather(found.diagnose(run, knobs.Watch(), logs.facts(run)), run)
+    spans = [
+        (r.finding.action, r.finding.step // every, r.last // every, r.count)
+        for r in rows
+        if r.finding.kind == "non-finite"
+    ]
+    assert spans == [("skip", 10, 25, 5), ("stop", 29, 209, 13), ("skip", 260, 261, 2)]
+
+
+def test_nan_that_stands_for_no_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "x.csv"
+    log.write_text(
+        "step,loss,val_loss\n" + "".join(f"{n},3.5,{'3.0' if n % 100 == 0 else 'NaN'}\n" for n in range(201))
+    )
+    run = logs.read_run(log)
+    assert [(r["step"], r["val_loss"]) for r in run.of("eval")] == [(0, 3.0), (100, 3.0), (200, 3.0)]
+    assert "NaN is read as no value in val_loss: most rows have it" in run.notes
+    assert told(capsys, log)["findings"] == []
+    # A row of its own for the validation, with a loss that has no value.
+    log.write_text(
+        "step,loss,val_loss\n" + "1,3.5,NaN\n2,3.4,NaN\n2,NaN,3.3\n3,3.3,NaN\n4,3.2,NaN\n4,NaN,3.1\n5,3,NaN\n"
+    )
+    run = logs.read_run(log)
+    assert steps_of(run) == [(1, 3.5), (2, 3.4), (3, 3.3), (4, 3.2), (5, 3.0)]
+    assert [(r["step"], r["val_loss"]) for r in run.of("eval")] == [(2, 3.3), (4, 3.1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("step,loss\n1,3\n2,3\n" + "".join(f"{n},nan\n" for n in range(3, 40)), "step"),
+        ("step,loss\n1,3\n" + "".join(f"{n},nan\n" for n in range(2, 40)), "step"),
+        ("step,loss,val_loss\n1,3,3\n2,3,3\n" + "".join(f"{n},3,nan\n" for n in range(3, 40)), "eval"),
+        ("step,loss,val_loss\n1,3,3\n" + "".join(f"{n},3,{'nan' if n % 5 == 0 else ''}\n" for n in range(2, 40)), "eval"),
+    ],
+)  # fmt: skip
+def test_nan_that_is_what_came_out(tmp_path: Path, text: str, kind: str) -> None:
+    run = read(tmp_path, "x.csv", text)
+    assert any(r.get({"step": "loss", "eval": "val_loss"}[kind], 0) is None for r in run.of(kind))
+
+
+def test_fields_of_a_wrong_type_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = made_runs.records()
+    at = {
+        kind: next(k for k, r in enumerate(made) if r["kind"] == kind) for kind in ("start", "step", "detail", "eval")
+    }
+    made[at["step"]] |= {"memory_gib": "x", "own_seconds": [1], "slowest_rank": 10**400, "mfu": True, "sources": 3}
+    made[at["detail"]] |= {"layers": 0.5, "causality_gap": "x"}
+    made[at["eval"]] |= {"set": {}, "eval_seconds": -1.0, "best": "yes"}
+    made[at["start"]] |= {"world_size": 1e99, "global_batch": []}
+    made[-3] = {**made[-3], "layers": {"head": 3, "blocks.0": {"grad_norm": "x", "frozen": 0.0}}}
+    path = made_runs.write(tmp_path / "run", made)
+    run = logs.read_run(path)
+    assert run.notes == [
+        "13 fields of metrics.jsonl are left out, of a wrong type: best, causality_gap, eval_seconds, global_batch, layers, "
+        "memory_gib, mfu, own_seconds, set, slowest_rank, sources, world_size"
+    ]
+    assert len(run.records) == len(made)
+    assert run.records[-3]["layers"] == {"blocks.0": {"frozen": 0.0}}
+    for command in (["diagnose"], ["diagnose", "--html", str(tmp_path / "x.html")], ["report"]):
+        assert cli.main([command[0], str(path), *command[1:]]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_any_value_in_any_field_is_no_traceback(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    made = made_runs.records(60, 40)
+    value = st.recursive(
+        st.none()
+        | st.booleans()
+        | st.floats()
+        | st.integers()
+        | st.sampled_from(["x", "\x1b[31m", 10**400, 1e299, 1e-320]),
+        lambda inner: (
+            st.lists(inner, max_size=2)
+            | st.dictionaries(st.sampled_from(["loss", "grad_norm", "a"]), inner, max_size=2)
+        ),
+        max_leaves=4,
+    )
+    for _ in range(data.draw(st.integers(1, 8))):
+        record = data.draw(st.sampled_from(made))
+        record[data.draw(st.sampled_from(sorted(record)))] = data.draw(value)
+    path = made_runs.write(tmp_path_factory.mktemp("fuzz") / "run", made)
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        assert cli.main(["diagnose", str(path), "--html", str(path / "x.html")]) in (0, 2)
+        assert cli.main(["report", str(path)]) in (0, 2)
+    assert "\x1b" not in out.getvalue()
+
+
+TITAN = (
+    "[titan] 2025-05-03 12:00:00 - root - INFO - \x1b[31mstep: 10  \x1b[32mloss:  9.1872  \x1b[38;2;180;60;0mgrad_norm:  1.4694  "
+    "\x1b[38;2;54;234;195mmemory: 10.23GiB(10.77%)  \x1b[34mtps: 7,123  \x1b[36mtflops: 43.21  \x1b[35mmfu: 13.86%\x1b[39m\n"
+    "[titan] 2025-05-03 12:00:00 - root - INFO - \x1b[33mvalidate step: 10  \x1b[32mloss:  9.2000  \x1b[38;2;54;234;195mmemory: "
+    "10.23GiB(10.77%)  \x1b[34mtps: 7,123\x1b[39m\n"
+)
+LITGPT = (
+    "Seed set to 42\n"
+    "Epoch 1 | iter 100 step 25 | loss train: 2.345, val: n/a | iter time: 123.45 ms (step) remaining time: 2 days, 3:04:11\n"
+    "iter 100: val loss 2.5, val time: 1032.11 ms\n"
+    "Epoch 1 | iter 104 step 26 | loss train: 2.325, val: 2.500 | iter time: 123.45 ms (step)\n"
+)
+PRINTED = (
+    "  1%|#  | 10/1000 [00:10<10:00,  2.31it/s]\r   \r{'loss': 2.5, 'grad_norm': 1.25, 'learning_rate': 5e-05, 'epoch': 0.1}\n"
+    "{'eval_loss': '2.4', 'eval_runtime': '12.3', 'epoch': '0.1'}\n"
+    "{'loss': 'nan', 'grad_norm': '1.5', 'learning_rate': '4e-05', 'epoch': '0.2'}\n"
+    "{'train_runtime': 5.1, 'train_loss': 2.4, 'epoch': 0.2}\n"
+)
+FAIRSEQ = (
+    '2020-01-01 00:00:00 | INFO | train_inner | {"epoch": 1, "update": 0.2, "loss": "5.98", "num_updates": "1,100", '
+    '"gnorm": "0.7"}\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "steps", "evals", "note"),
+    [
+        (TITAN, [{"step": 10, "loss": 9.1872, "grad_norm_pre_clip": 1.4694, "memory_gib": 10.23, "tokens_per_sec": 7123.0,
+                  "mfu": 0.1386}], [(10, 9.2)], ""),
+        (LITGPT, [{"step": 25, "loss": 2.345}, {"step": 26, "loss": 2.325}], [(25, 2.5)], "1 of 4 lines"),
+        (PRINTED, [{"step": 1, "loss": 2.5, "grad_norm_pre_clip": 1.25, "lr": 5e-5},
+                   {"step": 2, "loss": None, "grad_norm_pre_clip": 1.5, "lr": 4e-5}], [(1, 2.4)], "rows are counted"),
+        (FAIRSEQ, [{"step": 1100, "loss": 5.98, "grad_norm_pre_clip": 0.7}], [], "step = num_updates"),
+    ],
+    ids=["torchtitan", "litgpt", "dictionaries", "fairseq"],
+)  # fmt: skip
+@pytest.mark.parametrize("label", ["", "[rank0]:", "0: ", "2025-01-01 00:00:00 INFO "])
+def test_more_consoles(tmp_path: Path, text: str, steps: list[Any], evals: list[Any], note: str, label: str) -> None:
+    run = read(tmp_path, "x.log", "".join(label + line for line in text.splitlines(keepends=True)))
+    assert [{k: v for k, v in r.items() if k != "kind"} for r in run.of("step")] == [pytest.approx(s) for s in steps]
+    assert [(r["step"], r["val_loss"]) for r in run.of("eval")] == evals
+    assert note in " ".join(run.notes)
+
+
+@pytest.mark.parametrize(
+    "label",
+    ["[rank{}] ", "[rank{}]:", "{}: ", "2025-01-01 00:00:00 [Rank {}] INFO ", "[1,{}]<stdout>:", "[default{}]:"],
+)
+@pytest.mark.parametrize("patterns", [(), (r"iter (?P<step>\d+): loss (?P<loss>[^, ]+)",)])
+def test_one_rank_of_several_is_read(tmp_path: Path, label: str, patterns: tuple[str, ...]) -> None:
+    text = "".join(
+        f"{label.format(rank)}iter {n}: loss {5 + rank}, time 300.00ms\n" for n in range(9) for rank in (3, 1, 2)
+    )
+    run = read(tmp_path, "x.log", text, None, *patterns)
+    assert steps_of(run) == [(n, 6.0) for n in range(9)]
+    assert "the log has lines of 3 ranks: those of rank 1 are read" in run.notes
+
+
+def test_numbers_before_a_line_that_are_no_ranks(tmp_path: Path) -> None:
+    steps = read(tmp_path, "x.log", "".join(f"{n}: loss {n}\n" for n in range(1, 9)), None, r"loss (?P<loss>\S+)")
+    assert len(steps.records) == 8
+    epochs = "".join(f"{epoch}: loss {epoch + k}\n" for epoch in range(3) for k in range(5))
+    assert len(read(tmp_path, "y.log", epochs, None, r"loss (?P<loss>\S+)").records) == 15
+
+
+def test_llmc_behind_a_label(tmp_path: Path) -> None:
+    run = read(tmp_path, "x.log", "".join(f"0: {line}\n" for line in LLMC.splitlines()))
+    assert [(r["step"], r["loss"]) for r in run.of("step")] == [(1, 11.0096)]
+    assert [r["val_loss"] for r in run.of("eval")] == [10.5]
+
+
+def test_exports_of_wandb_charts(tmp_path: Path) -> None:
+    header = '"Step","calm-{0} - train/loss","calm-{0} - train/loss__MIN","calm-{0} - train/loss__MAX"'
+    run = read(tmp_path, "x.csv", header.format(3) + '\n"0","3.5","1","9"\n"1","3.25","1","9"\n')
+    assert steps_of(run) == [(0, 3.5), (1, 3.25)]
+    both = header.format(3) + ',"calm-4 - train/loss"\n0,3.5,1,9,7\n'
+    assert any("of other runs there are calm-4 - train/loss" in n for n in read(tmp_path, "y.csv", both).notes)
+
+
+def test_numbers_with_units(tmp_path: Path) -> None:
+    run = read(tmp_path, "x.tsv", "step\tloss\ttokens\n0.999k\t5\t0.1M\n1.001k\t4\t3.2k\n1002\t3\t1.5B\n")
+    assert [(r["step"], r["tokens"]) for r in run.of("step")] == [(999, 100_000), (1001, 3200), (1002, 1_500_000_000)]
+    lost = read(tmp_path, "y.csv", "step,loss,tokens\n1,5,many\n")
+    assert "tokens is left out: there is no number in it" in lost.notes
+
+
+def test_escape_sequences_of_a_log_are_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log, named = tmp_path / "x.log", tmp_path / "\x1b[31mred.log"
+    log.write_text("\x1b[31mhello\x1b]0;title\x07,you\n1,2\n")
+    named.write_text("step,loss\n1,2\n")
+    for arguments in (
+        [log],
+        [log, "--columns", "loss=x"],
+        [named],
+        [named, "--html", tmp_path / "x.html", "--by", "tokens"],
+    ):
+        cli.main(["diagnose", *map(str, arguments)])
+        shown = capsys.readouterr()
+        assert not {"\x1b", "\x07"} & {*shown.out, *shown.err}
+
+
+def test_columns_are_not_for_a_run_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(made_runs.write(tmp_path / "run", made_runs.records()))
+    for arguments in (["--columns", "nope=loss"], ["--pattern", "(?P<loss>.)"]):
+        assert cli.main(["diagnose", path, *arguments]) == 2
+        assert f"{arguments[0]} is for the log of another trainer" in capsys.readouterr().err
+    (tmp_path / "x.csv").write_text("n,ce\n1,2\n")
+    assert cli.main(["diagnose", path, str(tmp_path / "x.csv"), "--columns", "step=n,loss=ce"]) == 0
+
+
+def test_names_of_runs_that_are_called_the_same(tmp_path: Path) -> None:
+    runs = [logs.Run("x", Path(path), []) for path in ("/a/x", "/b/x", "/b/x")]
+    assert [run.name for run in logs.named(runs)] == ["/a/x", "/b/x", "/b/x (2)"]
+    deep = [logs.Run("x", Path(path), []) for path in ("/q/a/x", "/q/b/x")]
+    assert [run.name for run in logs.named(deep)] == ["a/x", "b/x"]

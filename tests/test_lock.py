@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -139,6 +140,21 @@ def test_another_machine_that_is_gone(elsewhere: Path) -> None:
     assert not (elsewhere / "lock.json").exists()
 
 
+def test_a_clock_that_was_ahead_blocks_nobody_for_long(elsewhere: Path) -> None:
+    os.utime(elsewhere / "lock.json", (4e9, 4e9))
+    began = time.monotonic()
+    Lock(elsewhere).release()
+    assert time.monotonic() - began >= lock.STALE_SECONDS, "it could have lived"
+
+
+def test_a_holder_whose_clock_was_ahead_is_seen_to_live(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.utime(elsewhere / "lock.json", (4e9, 4e9))
+    monkeypatch.setattr(time, "sleep", lambda _: os.utime(elsewhere / "lock.json"))
+    monkeypatch.setattr(lock, "DYING_SECONDS", -1.0)
+    with pytest.raises(UserError, match="in use by process 1 on node7"):
+        Lock(elsewhere)
+
+
 def test_restarts_do_not_lock_themselves_out(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "STALE_SECONDS", 1e9)
     change(elsewhere, torchrun="abc")
@@ -172,6 +188,51 @@ def test_a_holder_that_was_taken_for_dead_ends(tmp_path: Path, hold: Callable[..
     assert child.wait(10) == 1
     assert child.stderr is not None
     assert "in use by process 1 on node7" in child.stderr.read()
+
+
+def test_a_copy_of_a_live_run_can_be_started(
+    tmp_path: Path, hold: Callable[..., subprocess.Popen[str]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    child = hold()
+    copy = tmp_path_factory.mktemp("of") / "copy"
+    shutil.copytree(tmp_path, copy)
+    assert json.loads((copy / "lock.json").read_text())["pid"] == child.pid
+    lock.refuse_if_held(copy)
+    assert not lock.held_by_other(copy)
+    mine = Lock(copy)
+    with pytest.raises(UserError, match=f"process {child.pid}"):
+        Lock(tmp_path)
+    mine.release()
+
+
+def test_without_its_file_the_directory_is_held_all_the_same(
+    tmp_path: Path, hold: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody took .lock for one that was left behind."""
+    monkeypatch.setattr(lock, "DYING_SECONDS", 0.0)
+    child = hold()
+    (tmp_path / ".lock").unlink()
+    for _ in range(2):
+        with pytest.raises(UserError, match=f"process {child.pid}"):
+            Lock(tmp_path)  # makes the file anew, and has the kernel's lock on it
+    moved = tmp_path.with_name("moved-from-here")
+    tmp_path.rename(moved)
+    with pytest.raises(UserError, match=f"process {child.pid}"):
+        Lock(moved)
+    moved.rename(tmp_path)
+
+
+def test_a_copy_of_a_run_of_before_there_was_an_identity(
+    tmp_path: Path, hold: Callable[..., subprocess.Popen[str]], tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(lock, "DYING_SECONDS", 0.0)
+    child = hold()
+    copy = tmp_path_factory.mktemp("of") / "copy"
+    shutil.copytree(tmp_path, copy)
+    change(copy, directory=None)
+    with pytest.raises(UserError, match=f"process {child.pid}"):
+        Lock(copy)
 
 
 def test_a_damaged_file_is_no_lock(tmp_path: Path) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from kamui_dist import files
 from kamui_dist.config import Config
 from kamui_dist.metrics import PEAK_FLOPS, Metrics, forget_after, mfu, peak_flops, peak_of, read_records
 from kamui_dist.plan import make_plan
@@ -244,3 +247,151 @@ def test_records_that_somebody_has_spoilt_are_passed_over(tmp_path):
     path.write_text("".join(json.dumps({"kind": "step", **r}) + "\n" for r in spoilt))
     assert forget_after(path, 5) == (2, 2.0)
     assert read_records(path) == [{"kind": "step", "step": 3}]
+
+
+# ---- somebody changes the file while it is written
+
+
+def steps(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def edited(path: Path) -> None:
+    """As sed -i, which reads before the last two records and renames after them."""
+    lines = path.read_text().splitlines(keepends=True)[:-2]
+    beside = path.with_name("sedX")
+    beside.write_text("".join(lines).replace('"loss"', '"LOSS"'))
+    beside.rename(path)
+
+
+def edited_all(path: Path) -> None:
+    path.with_name("sedX").write_text(path.read_text().replace('"loss"', '"LOSS"'))
+    path.with_name("sedX").rename(path)
+
+
+def saved_in_place(path: Path) -> None:
+    """As an editor that has loaded it before the last two records."""
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-2]))
+
+
+def cut_in_a_line(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 9)
+
+
+def moved_away(path: Path) -> None:
+    path.rename(path.with_name("old"))
+
+
+def another_file(path: Path) -> None:
+    path.unlink()
+    path.write_text('{"kind": "step", "step": 1}')  # without an end of line
+
+
+def emptied(path: Path) -> None:
+    path.write_text("")
+
+
+LEFT: list[tuple[Callable[[Path], None], list[int]]] = [
+    (edited, [1, 2, 3, 4, 5, 6]), (edited_all, [1, 2, 3, 4, 5, 6]), (saved_in_place, [1, 2, 3, 4, 5, 6]),
+    (moved_away, [3, 4, 5, 6]), (another_file, [1, 3, 4, 5, 6]), (emptied, [3, 4, 5, 6]), (Path.unlink, [3, 4, 5, 6]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("end", ["sync", "close"])
+@pytest.mark.parametrize(("act", "left"), LEFT, ids=lambda x: getattr(x, "__name__", ""))
+def test_no_record_is_lost_or_twice_where_the_file_was_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], act: Callable[[Path], None], left: list[int], end: str
+) -> None:
+    """Records 1 and 2 were on the disk at the last checkpoint: what becomes of them is up to whoever changed the file."""
+    path = tmp_path / "metrics.jsonl"
+    metrics = board(tmp_path)
+    for step in (1, 2, 3, 4):
+        metrics.write("step", step=step, loss=1.0)
+        if step == 2:
+            metrics.sync()
+    act(path)
+    metrics.write("step", step=5, loss=1.0)
+    if end == "sync":
+        metrics.sync()
+    metrics.write("step", step=6, loss=1.0)
+    metrics.close()
+    assert steps(path) == left
+    assert (
+        capsys.readouterr().err.count(f"warning: {path}: it was replaced, cut or removed while the run wrote it") == 1
+    )
+
+
+def test_a_line_that_was_cut_is_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = board(tmp_path)
+    for step in (1, 2):
+        metrics.write("step", step=step)
+    cut_in_a_line(path)
+    metrics.sync()
+    metrics.close()
+    assert [r["step"] for r in read_records(path)] == [1, 2]
+
+
+def test_a_line_that_somebody_adds_is_no_replacement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = board(tmp_path)
+    metrics.write("step", step=1)
+    with path.open("a") as file:
+        file.write('{"kind": "note", "step": 1}\n')
+    metrics.write("step", step=2)
+    metrics.sync()
+    metrics.write("step", step=3)
+    metrics.close()
+    assert steps(path) == [1, 1, 2, 3]
+    assert capsys.readouterr().err == ""
+
+
+def test_what_cannot_be_written_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A directory in place of the file, for a while; of the findings too, which have no file before the first."""
+    path = tmp_path / "metrics.jsonl"
+    metrics = board(tmp_path)
+    metrics.write("step", step=1)
+    path.unlink()
+    for name in ("metrics.jsonl", "findings.jsonl"):
+        (tmp_path / name).mkdir()
+    metrics.sync()
+    metrics.write("step", step=2)
+    metrics.findings([FINDING])
+    metrics.sync()
+    for name in ("metrics.jsonl", "findings.jsonl"):
+        (tmp_path / name).rmdir()
+    metrics.write("step", step=3)
+    metrics.sync()
+    metrics.close()
+    assert steps(path) == [1, 2, 3]
+    assert steps(tmp_path / "findings.jsonl") == [FINDING.step]
+    assert capsys.readouterr().err.count("Is a directory") == 2
+
+
+def test_many_records_without_a_checkpoint_are_not_kept_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_MANY_BYTES", 1000)
+    metrics = board(tmp_path)
+    for step in range(100):
+        metrics.write("step", step=step, loss=1.0)
+        assert len(metrics.file._recent) < 1200
+    metrics.close()
+    assert steps(tmp_path / "metrics.jsonl") == list(range(100))
+
+
+def test_a_file_that_could_not_be_written_leaves_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.json"
+    files.write_json(path, 1)
+    with monkeypatch.context() as here:
+        here.setattr(files.os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(OSError, match="No space"):
+            files.write_json(path, 2)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+    assert path.read_text() == "1\n"
+    (tmp_path / ".b.json.tmp" / "x").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        files.write_json(tmp_path / "b.json", 1)
+    assert (tmp_path / ".b.json.tmp" / "x").is_dir(), "it is not ours"

@@ -253,6 +253,26 @@ def sources(tmp_path_factory) -> Path:
     return base
 
 
+def test_what_a_start_knows_of_the_tokens(sources: Path) -> None:
+    one, many = open_stream(sources / "austen"), [open_stream(sources / name) for name in ("austen", "chat")]
+    text = one.read(np.arange(one.windows(16)), 16)
+    alone = TrainingData([one], ["a"], [1.0], 16)
+    share = np.unique(text[:, 1:], return_counts=True)[1] / text[:, 1:].size
+    assert alone.repeats == float((text[:, 1:] == text[:, :-1]).mean())
+    assert alone.entropy == pytest.approx(-(share * np.log(share)).sum() + (len(share) - 1) / (2 * text[:, 1:].size))
+    # Of supervised data only what is a target; and by the weights.
+    chat = TrainingData([many[1]], ["c"], [1.0], 16)
+    mixed = TrainingData(many, ["a", "c"], [3.0, 1.0], 16)
+    mask = many[1].read_mask(np.arange(many[1].windows(16)), 16)
+    assert mask is not None
+    assert many[1].sample(16, 999).counts.sum() == mask.sum() < mask.size
+    assert mixed.repeats == pytest.approx(0.75 * alone.repeats + 0.25 * chat.repeats)
+    assert max(alone.entropy, chat.entropy) < mixed.entropy + 0.5
+    assert len({alone.digest, chat.digest, mixed.digest}) == 3
+    uniform = TrainingData([open_stream(sources / "gpt.bin")], ["g"], [1.0], 8)
+    assert uniform.entropy < np.log(256)
+
+
 def same_numbers(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Counts exactly, losses to the rounding of fp32."""
     if "val_loss" in one:

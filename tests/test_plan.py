@@ -13,6 +13,8 @@ from kamui_dist.errors import UserError
 from kamui_dist.plan import Plan, make_plan
 from kamui_dist.state import State
 
+NEW = (0, 0, 0)  # a run that has done nothing yet
+
 
 def config(**overrides: Any) -> Config:
     """16 tokens a sequence, 10 steps; section__key=value."""
@@ -26,7 +28,7 @@ def config(**overrides: Any) -> Config:
 
 
 def plan(world_size: int = 1, windows: int | None = None, **overrides: Any) -> Plan:
-    return make_plan(config(**overrides), world_size, windows)
+    return make_plan(config(**overrides), world_size, windows, NEW)
 
 
 def faults(world_size: int = 1, windows: int | None = None, **overrides: Any) -> list[str]:
@@ -153,6 +155,19 @@ def test_the_duration_is_given_once() -> None:
     assert "train.tokens = 1.5 must be a whole number" in faults(train__tokens=1.5)
 
 
+def test_what_is_left_is_never_less_than_nothing() -> None:
+    """A duration that was lowered below what is done: the run is at its end, and not beyond it."""
+    done = (25, 25 * 8, 25 * 128)  # steps, windows and tokens; 8 windows of 16 tokens a step
+
+    def steps(**duration: Any) -> int:
+        return make_plan(config(train__global_batch=8, **duration), 2, 100, done).steps
+
+    assert [steps(train__tokens=n) for n in (1, 128, 25 * 128, 25 * 128 + 1)] == [25, 25, 25, 26]
+    assert [steps(train__epochs=n) for n in (0.01, 1, 2, 2.01)] == [25, 25, 25, 26]
+    assert steps(train__steps=3) == 3, "the config's own number"
+    assert make_plan(config(train__epochs=0.01), 1, 100, NEW).steps == 1
+
+
 # ---- warmup and decay
 
 
@@ -195,6 +210,21 @@ def test_lengths_that_do_not_fit() -> None:
     # With epochs and data not yet known there is no length to compare with.
     assert plan(train__epochs=1, schedule__warmup=100).warmup_steps == 100
     assert "(100 steps)" in faults(1, 10, train__epochs=1, schedule__warmup=100)[0]
+
+
+def test_a_schedule_is_judged_where_it_is_known_how_much_is_done() -> None:
+    """More nodes, hence a larger batch: as a new run it would be too short for its warmup, as the run that it is it is not."""
+    larger = config(train__tokens=1600, train__micro_batch=10, schedule__warmup=15)  # 160 tokens a step
+    with pytest.raises(UserError, match=r"warmup \(15 steps\) is longer than the run \(10 steps\)"):
+        make_plan(larger, 1, done=NEW)
+    assert make_plan(larger, 1).warmup_steps == 15, "nobody knows yet"
+    found = make_plan(larger, 1, done=(20, 40, 640))
+    assert (found.steps, found.warmup_steps) == (20 + 6, 15)
+    with pytest.raises(UserError, match=r"warmup \(15 steps\) is longer than the run \(14 steps\)"):
+        make_plan(larger, 1, done=(10, 60, 960))
+    # What does not depend on the number of steps is told all the same.
+    with pytest.raises(UserError, match=r"schedule.warmup = 1.5 must be a whole number"):
+        make_plan(config(schedule__warmup=1.5), 1)
 
 
 # ---- other contradictions

@@ -257,6 +257,14 @@ def test_a_stop_for_overfitting_keeps_the_best(tmp_path: Path, capsys: pytest.Ca
     assert tiny.steps_saved(run_dir)[-1] == best[1], "those after it are set aside"
     assert json.loads((run_dir / "checkpoints" / "best.json").read_text()) == {"step": best[1], "val_loss": best[0]}
     assert f"best validation loss {best[0]:.4f} at step {best[1]}" in capsys.readouterr().out.splitlines()[-1]
+    # The same if that validation is made up for after a stop request.
+    later = cfg.model_copy(deep=True)
+    later.run.dir = str(tmp_path / "later")
+    code, _ = tiny.run_and_trace(later, tiny.signalling(step, signal.SIGTERM))
+    assert (code, tiny.status(tmp_path / "later")["step"]) == (75, step)
+    assert tiny.run(later) == 70
+    assert tiny.status(tmp_path / "later")["reason"] == tiny.status(run_dir)["reason"] == "watch: overfitting"
+    assert tiny.steps_saved(tmp_path / "later")[-1] == best[1]
 
 
 @pytest.mark.slow
@@ -398,6 +406,10 @@ def test_which_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ordered = go([650, 700, 710], finding(750, 700))
     assert ordered is not None
     assert (ordered.step, ordered.gap) == (650, (6500, 7500))
+    # Overfitting: the best itself, of the step before it began.
+    ordered = go([600, 690, 699, 710], dataclasses.replace(finding(750, 700), kind="overfitting"))
+    assert ordered is not None
+    assert (ordered.step, ordered.gap) == (699, (6990, 7500))
     assert go([700, 710], finding(750, 700)) is None
     assert go([], finding(750)) is None
     assert distributed.world_size() == 1

@@ -193,6 +193,7 @@ def test_inspect_prints_what_a_step_saw_also_after_a_change_of_the_batch(tmp_pat
     # A config that has not run: the plan decides. Ranks divide the step between them.
     fresh = tiny.write_toml(tmp_path / "c.toml", tiny.config(tmp_path / "none", data))
     assert windows(inspect(capsys, fresh, "--step", 2)) == traces[1]
+    assert "global batch 16 (as planned; the run ends at 5), seed 7" in inspect(capsys, fresh, "--step", 6)[0]
     parts = [windows(inspect(capsys, fresh, "--step", 2, "--rank", r, "--world-size", 2)) for r in (0, 1)]
     assert parts[0] == traces[1][:4] + traces[1][8:12]
     assert parts[1] == traces[1][4:8] + traces[1][12:]

@@ -74,6 +74,9 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("give a run directory or a log")
     columns = _columns(args.columns)
     runs = logs.named([logs.read_run(path, columns, args.pattern) for path in paths])
+    if (columns or args.pattern) and all(one.ours for one in runs):
+        what = "--columns" if columns else "--pattern"
+        raise UserError(f"{what} is for the log of another trainer, and {plain(str(paths[0]))} is of a run of ours")
     told = {name: getattr(args, name) for name in ("vocab_size", "grad_clip", "lr", "steps")}
     told = {name: value for name, value in told.items() if value is not None}
     drawn: list[Drawn] = []

@@ -60,6 +60,8 @@ def run_data(args: argparse.Namespace) -> int:
     known = "as recorded" if begun else "as planned"
     if cfg.train.overfit_one_batch:
         first, known = 0, "train.overfit_one_batch: always the first"
+    if cfg.train.steps is not None and args.step > cfg.train.steps:
+        known += f"; the run ends at {cfg.train.steps}"
     end = first + batch if plan.total_samples is None else min(first + batch, plan.total_samples)
     print(f"update {args.step}: samples {first} to {max(first, end) - 1} of the run, global batch {batch} ({known}), seed"
           f" {cfg.run.seed}")  # fmt: skip

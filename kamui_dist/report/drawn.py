@@ -10,6 +10,7 @@ import numpy as np
 from kamui_dist.errors import UserError
 from kamui_dist.report.figures import Line, Mark
 from kamui_dist.report.found import Row
+from kamui_dist.report.lines import plain
 from kamui_dist.report.logs import ATTEMPTS, Run
 from kamui_dist.report.series import Floats, column, moving_average
 
@@ -33,7 +34,7 @@ class Drawn:
         x, tokens = column(there, "step"), column(there, "tokens")
         known = np.isfinite(tokens)
         if not known.any():
-            raise UserError(f"{self.run.name} does not say how many tokens it has seen: compare by steps")
+            raise UserError(f"{plain(self.run.name)} does not say how many tokens it has seen: compare by steps")
         return np.interp(steps, x[known], tokens[known])
 
     def curve(self, kind: str, name: str) -> tuple[Floats, Floats] | None:

@@ -3,7 +3,7 @@
     CSV                 with a header line (Lightning's metrics.csv; rows may be sparse)
     JSONL               one object a line, nested ones by dotted names (an export of wandb's history)
     JSON                a list of objects, or Hugging Face's trainer_state.json with its log_history
-    console lines       by regular expressions with named groups; those of nanoGPT, llm.c and Megatron-LM are known
+    console lines       by regular expressions with named groups; see console.py for those that are known
 
 A row with a loss is a step, one with a validation loss an evaluation, one with both is both. Where the steps go back (a run
 that was resumed and appended to its log), what was done again replaces what was there; a log that is newest first or in no
@@ -12,39 +12,18 @@ order is sorted, and one whose steps begin anew with every epoch is counted on.
 
 from __future__ import annotations
 
-import contextlib
-import csv
 import difflib
 import itertools
-import json
 import math
-import re
-import signal
-import threading
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from kamui_dist.errors import UserError
-from kamui_dist.report.lines import TOO_LONG, is_binary, lines
-from kamui_dist.report.names import FIELDS, NAMES, guess, number, whole
-
-MATCH_SECONDS = 5.0  # for a thousand lines: a pattern that takes longer backtracks without end
-LONGEST = 4096  # characters of a console line that a pattern sees
-_DOCUMENT_BYTES = 1 << 28
-Row = tuple[int, dict[str, Any] | None]  # the number of its line; None: it could not be read
-CONSOLE = [
-    r"^iter (?P<step>\d+): loss (?P<loss>\S+), time (?P<step_ms>[\d.]+)ms(, mfu (?P<mfu>-?[\d.]+%))?",  # nanoGPT
-    r"^step (?P<step>\d+): train loss \S+, val loss (?P<val_loss>\S+)",
-    r"^step +(?P<step>\d+)/\d+ \| (train )?loss (?P<loss>\S+).*?\| norm (?P<norm>\S+).*?\| lr (?P<lr>\S+) \| "
-    r"(?P<step_ms>[\d.]+) ms( \| (?P<mfu>-?[\d.]+%))?(.*\| (?P<tokens_per_sec>[\d,.]+) tok/s)?",  # llm.c
-    r"^val loss (?P<val_loss>\S+)",
-    r"^s:(?P<step>\d+) trl:(?P<loss>\S+) lr:(?P<lr>\S+)",  # llm.c's main.log
-    r"^s:(?P<step>\d+) tel:(?P<val_loss>\S+)",
-    r"iteration +(?P<step>\d+)/ *\d+ \|.*?learning rate: (?P<lr>\S+) \|.*?lm loss: (?P<loss>\S+) \|(.*?grad norm: "
-    r"(?P<norm>\S+) \|)?",  # Megatron-LM
-]
+from kamui_dist.report import console, tables
+from kamui_dist.report.cells import EPOCH, Row, settled
+from kamui_dist.report.lines import is_binary
+from kamui_dist.report.names import FIELDS, NAMES, bare, guess, number, whole
 
 
 def read(file: Path, columns: dict[str, str], patterns: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -59,15 +38,11 @@ def read(file: Path, columns: dict[str, str], patterns: list[str]) -> tuple[list
             raise UserError(f"--columns {ours}={columns[ours]}: there is no field {ours}; there are {', '.join(NAMES)}")
     if is_binary(file):
         raise UserError(f"{file} is a binary file; a log is text: CSV, JSONL, JSON or console lines, also as .gz")
-    first = next((line.lstrip() for line in lines(file) if line.strip()), "")
-    if first == TOO_LONG:  # a whole document on one line?
-        first = next((line.lstrip() for line in lines(file, _DOCUMENT_BYTES) if line.strip()), "")
-    unit, found = _rows(file, first, [_compiled(p) for p in patterns])
-    numbered = list(found)
-    rows = [row for _, row in numbered if row is not None]
-    if not rows:
-        raise UserError(f"{file}: no line matches" + (" the pattern" if patterns else ", or it is empty"))
-    there = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
+    unit, delimiter, numbered, told = _rows(file, patterns)
+    there = list(dict.fromkeys(itertools.chain.from_iterable(row for _, row in numbered if row)))
+    hint = f"; {console.HINT}" if delimiter else ""
+    if not there:
+        raise UserError(f"{file}: no line matches" + (" the pattern" if patterns else f", or it is empty{hint}"))
     for theirs in columns.values():
         if theirs not in there:
             near = difflib.get_close_matches(theirs, there, 1)
@@ -76,132 +51,44 @@ def read(file: Path, columns: dict[str, str], patterns: list[str]) -> tuple[list
     names = {**guess(there), **columns}
     if not {"loss", "val_loss"} & names.keys():
         raise UserError(
-            f"{file}: no column is known to be the loss; say which with --columns loss=NAME; there are {_some(there)}"
+            f"{file}: no column is known to be the loss; say which with --columns loss=NAME; there are {_some(there)}{hint}"
         )
+    numbered, taken = settled(numbered, names, delimiter)
+    rows = [row for _, row in numbered if row is not None]
     timed, order = _timed(rows, names)
     records, notes = _records(file, timed, names)
-    notes += order
-    notes += _unread(numbered, names, unit)
+    notes += told + taken + order + _left_out(rows, names, there) + _unread(numbered, names, unit)
     if not records:
-        raise UserError(f"{file}: no row has a number for {names.get('loss', names.get('val_loss'))}")
+        what = (
+            f"number for {names.get('loss', names.get('val_loss'))}" if timed else f"whole number for {names['step']}"
+        )
+        raise UserError(f"{file}: no row has a {what}")
     read_as = ", ".join(f"{ours} = {theirs}" for ours, theirs in names.items() if ours != theirs)
     return records, ([f"read with {read_as}"] if read_as else []) + notes
 
 
 def _some(there: list[str]) -> str:
-    return ", ".join(there[:40]) + (f" and {len(there) - 40} more" if len(there) > 40 else "")
+    shown = [name if len(name) <= 60 else name[:57] + "..." for name in there[:40]]
+    return ", ".join(shown) + (f" and {len(there) - 40} more" if len(there) > 40 else "")
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _rows(file: Path, patterns: list[str]) -> tuple[str, str, list[Row], list[str]]:
+    """What is numbered, the delimiter of a table, each row as it stands, and notes."""
+    compiled = [console.compiled(pattern) for pattern in patterns]
+    first = tables.first_line(file)
+    is_json = first.startswith(("{", "["))
+    if patterns or console.is_known(file, printed=not is_json):
+        return "line", "", *console.rows(file, compiled)
+    if not is_json:
+        return "line", tables.delimiter(first) if first else "", list(tables.table(file, first)), []
+    if tables.is_jsonl(first):
+        return "line", "", list(tables.objects(file)), []
     try:
-        compiled = re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise UserError(f"--pattern {pattern!r} is not a regular expression: {error}") from None
-    groups = compiled.groupindex.keys()
-    if not groups or groups - NAMES.keys():
-        raise UserError(
-            f"--pattern {pattern!r}: its named groups (?P<NAME>...) are {', '.join(groups) or 'none'}; it needs some of "
-            f"{', '.join(NAMES)}"
-        )
-    return compiled
-
-
-def _rows(file: Path, first: str, patterns: list[re.Pattern[str]]) -> tuple[str, Iterator[Row]]:
-    """What is numbered, and each row as it stands, nested objects by dotted names."""
-    known = patterns or [re.compile(p) for p in CONSOLE]
-    if patterns or any(p.search(line[:LONGEST]) for line in itertools.islice(lines(file), 1000) for p in known):
-        return "line", _matches(file, known)
-    if not first.startswith(("{", "[")):
-        return "line", _table(file, first)
-    try:
-        a_line_each = isinstance(json.loads(first), dict) and '"log_history"' not in first
-    except (ValueError, RecursionError):
-        a_line_each = False
-    objects = _objects(file) if a_line_each else enumerate(_document(file), 1)
-    rows = ((number, _flat(row) if isinstance(row, dict) else None) for number, row in objects)
-    return "line" if a_line_each else "entry", rows
-
-
-def _objects(file: Path) -> Iterator[tuple[int, Any]]:
-    for at, line in _numbered(file):
-        try:
-            yield at, json.loads(line)
-        except (ValueError, RecursionError):
-            yield at, None
-
-
-def _document(file: Path) -> list[Any]:
-    try:
-        document = json.loads("\n".join(lines(file, _DOCUMENT_BYTES)))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not JSON: {error}; if it is console lines, give a --pattern for them") from None
-    history = document.get("log_history", [document]) if isinstance(document, dict) else document
-    return history if isinstance(history, list) else []
-
-
-def _numbered(file: Path) -> Iterator[tuple[int, str]]:
-    return ((number, line) for number, line in enumerate(lines(file), 1) if line.strip())
-
-
-def _flat(row: dict[str, Any], prefix: str = "", depth: int = 8) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in row.items():
-        if isinstance(value, dict) and depth:
-            flat |= _flat(value, f"{prefix}{key}.", depth - 1)
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def _table(file: Path, header: str) -> Iterator[Row]:
-    delimiter, at = max(",\t;", key=header.count), 0
-
-    def text() -> Iterator[str]:
-        nonlocal at
-        for at, line in _numbered(file):  # noqa: B007
-            yield line
-
-    try:
-        for row in csv.DictReader(text(), delimiter=delimiter):
-            yield at, {k: v for k, v in row.items() if isinstance(k, str) and isinstance(v, str) and v.strip()}
-    except csv.Error as error:
-        raise UserError(f"{file} is no table that can be read: {error}") from None
-
-
-def _matches(file: Path, patterns: list[re.Pattern[str]]) -> Iterator[Row]:
-    """The named groups of every line that matches. A step counts for the lines that follow it and do not name one."""
-    step: Any = None
-    rest = _numbered(file)
-    while chunk := list(itertools.islice(rest, 1000)):
-        with _limited(MATCH_SECONDS):
-            found = [(n, [m.groupdict() for p in patterns if (m := p.search(line[:LONGEST]))]) for n, line in chunk]
-        for at, matches in found:
-            for groups in matches:
-                row = {name: text for name, text in groups.items() if text is not None}
-                step = row.get("step", step)
-                yield at, row if step is None else {**row, "step": step}
-            if not matches:
-                yield at, None
-
-
-@contextlib.contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    """Ends a match that backtracks without end: `re` looks for signals while it matches. In the main thread only; elsewhere there
-    is no limit."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def late(*_: Any) -> None:
-        raise UserError(f"--pattern takes more than {seconds:g} s for 1,000 lines: it backtracks; make it simpler")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        return "entry", "", list(tables.entries(file)), []
+    except UserError:
+        if not console.is_known(file, printed=True):
+            raise
+    return "line", "", *console.rows(file, compiled)
 
 
 def _timed(rows: list[dict[str, Any]], names: dict[str, str]) -> tuple[list[tuple[int, dict[str, Any]]], list[str]]:
@@ -236,7 +123,7 @@ def _with(column: str, timed: list[tuple[int, dict[str, Any]]]) -> list[int]:
 def _counted_on(timed: list[tuple[int, dict[str, Any]]], loss: str) -> tuple[list[tuple[int, dict[str, Any]]], bool]:
     """Where the step of a loss falls as the epoch rises, it is that within the epoch. Whether there was such a place."""
     there = dict.fromkeys(itertools.chain.from_iterable(row for _, row in timed))
-    column = next((name for name in there if re.search(r"(^|[/.])epoch$", name, re.IGNORECASE)), "")
+    column = next((name for name in there if EPOCH.search(name)), "")
     shifts: dict[float, int] = {}  # epoch -> what is added to its steps
     shift, gap, before, now, counted = 0, 1, -1, -math.inf, []
     for step, row in timed:
@@ -311,12 +198,29 @@ def _gone_back(file: Path, steps: list[int], again: int, names: dict[str, str]) 
     return [f"the steps go back: {again} records of updates that were done again are left out"]
 
 
+def _left_out(rows: list[dict[str, Any]], names: dict[str, str], there: list[str]) -> list[str]:
+    """Notes: on columns that hold no numbers, and on those of other runs in an export of several."""
+    notes = [
+        f"{theirs} is left out: there is no number in it" for ours, theirs in names.items()
+        if ours not in ("step", "loss", "val_loss") and all(number(row.get(theirs)) is None for row in rows)
+    ]  # fmt: skip
+    for name in ("loss", "val_loss"):
+        theirs = names.get(name, "")
+        if others := [n for n in there if n != theirs and bare(n) == bare(theirs) != n and bare(theirs) != theirs]:
+            notes.append(
+                f"{theirs} is read; of other runs there are {_some(others)}: --columns {name}=NAME takes one of them"
+            )
+    return notes
+
+
 def _unread(numbered: list[Row], names: dict[str, str], unit: str) -> list[str]:
     """None or one note: on rows that are none, and those in which no number stands where the step or a loss should."""
-    asked = [names[name] for name in ("step", "loss", "val_loss") if name in names]
+    asked = [
+        (names[name], whole if name == "step" else number) for name in ("step", "loss", "val_loss") if name in names
+    ]
     wrong = [
         n for n, row in numbered
-        if row is None or any(row.get(column) is not None and number(row[column]) is None for column in asked)
+        if row is None or any(row.get(column) is not None and reads(row[column]) is None for column, reads in asked)
     ]  # fmt: skip
     if not wrong:
         return []
@@ -331,6 +235,7 @@ def _fields(values: dict[str, float]) -> dict[str, Any]:
     found = {FIELDS.get(name, name): _finite(value) for name, value in values.items() if name != "step_ms"}
     if "step_ms" in values:
         found["step_seconds"] = _finite(values["step_ms"] / 1000)
+    found = {name: v for name, v in found.items() if not name.endswith("_seconds") or v is None or 0 <= v < 1e12}
     if "tokens" in found:
         found["tokens"] = whole(values["tokens"])
     if not math.isfinite(values.get("norm", 0.0)):

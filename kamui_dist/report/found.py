@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -51,15 +52,22 @@ def diagnose(run: Run, cfg: knobs.Watch, facts: Facts) -> list[tuple[Finding, bo
 
 
 def gather(found: Sequence[tuple[Finding, bool]], run: Run) -> list[Row]:
-    """One row for what stands so close that a picture of the run would not show it apart (a hundredth of the run)."""
+    """One row for what stands so close that a picture of the run would not show it apart (a hundredth of the run), and for a loss
+    or gradient that is told again and again because it does not become finite."""
     steps = [r["step"] for r in run.records if r["kind"] == "step"] or [0]
     near = max(1, (steps[-1] - steps[0]) // 100)
+    sound = sorted(r["step"] for r in run.of("step") if r.get("loss") is not None and not r.get("skipped"))
+
+    def goes_on(row: Row, step: int) -> bool:
+        lasts = row.finding.kind == "non-finite" and bisect(sound, row.last) == bisect(sound, step)
+        return lasts or step - row.last <= near
+
     rows: list[Row] = []
     newest: dict[tuple[str, str, bool], int] = {}
     for finding, recorded in found:
         key = (finding.kind, finding.action, recorded)
         place = newest.get(key)
-        if place is not None and finding.step - rows[place].last <= near:
+        if place is not None and goes_on(rows[place], finding.step):
             rows[place] = Row(rows[place].finding, finding.step, rows[place].count + 1, recorded)
         else:
             newest[key] = len(rows)

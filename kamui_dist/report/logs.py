@@ -10,6 +10,7 @@ import contextlib
 import json
 import tomllib
 import zlib
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,12 @@ from kamui_dist.findings import ACTIONS, Finding
 from kamui_dist.plan import make_plan, watch_facts
 from kamui_dist.report import foreign
 from kamui_dist.report.axes import counted
-from kamui_dist.report.lines import lines
+from kamui_dist.report.lines import lines, plain
+from kamui_dist.report.sound import is_record, sound
 from kamui_dist.watch import Facts
 
 KINDS = ("start", "resume", "rollback", "step", "eval", "checkpoint", "detail", "end")
 ATTEMPTS = ("start", "resume", "rollback")
-_NUMBERS = ("loss", "val_loss", "lr", "grad_norm_pre_clip", "grad_norm_post_clip", "time", "tokens", "step_seconds")
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,15 @@ class Run:
 
 
 def read_run(path: Path, columns: dict[str, str] | None = None, patterns: list[str] | None = None) -> Run:
-    """columns, patterns: for the log of another trainer, see foreign.read. Raises UserError in one line."""
-    path = path.absolute()
+    """columns, patterns: for the log of another trainer, see foreign.read. Raises UserError in one line, of which a terminal obeys
+    nothing."""
+    try:
+        return _read(path.absolute(), columns or {}, patterns or [])
+    except UserError as error:
+        raise UserError(plain(str(error))) from None
+
+
+def _read(path: Path, columns: dict[str, str], patterns: list[str]) -> Run:
     file = path / "metrics.jsonl" if path.is_dir() else path
     try:
         if not file.is_file():
@@ -58,15 +66,20 @@ def read_run(path: Path, columns: dict[str, str] | None = None, patterns: list[s
             )
             raise UserError(f"{path} {what}")
         if not _is_ours(file):
-            records, notes = foreign.read(file, columns or {}, patterns or [])
+            records, notes = foreign.read(file, columns, patterns)
             return Run(file.name, file, records, ours=False, notes=notes)
-        records, broken = _records(file)
+        records, broken, wrong = _records(file)
     except (OSError, EOFError, zlib.error) as error:  # the last two: a .gz that was cut short, or is damaged
         raise UserError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not records:
         raise UserError(f"{file} has no records")
     damage = f"{counted(broken, 'damaged line')} of {file.name} {'is' if broken == 1 else 'are'} left out"
     notes = [damage] if broken else []
+    if wrong:
+        count, are = wrong.total(), "is" if wrong.total() == 1 else "are"
+        notes.append(
+            f"{counted(count, 'field')} of {file.name} {are} left out, of a wrong type: {', '.join(sorted(wrong))}"
+        )
     directory = file.parent
     cfg, table = None, {}
     if (directory / "config.toml").is_file():
@@ -87,7 +100,7 @@ def named(runs: list[Run]) -> list[Run]:
     for depth in range(2, 6):
         if len(set(names)) == len(names):
             break
-        names = ["/".join(run.path.parts[-depth:]) for run in runs]
+        names = [str(Path(*run.path.parts[-depth:])) for run in runs]
     seen: dict[str, int] = {}
     for k, name in enumerate(names):  # the same one twice
         seen[name] = seen.get(name, 0) + 1
@@ -104,12 +117,13 @@ def facts(run: Run) -> Facts:
     first, last = starts[0], starts[-1]
     done, windows = (last["step"], last.get("samples") or 0, last.get("tokens") or 0), _windows(run, cfg)
     fresh = first["kind"] == "start" and cfg.checkpoint.init_from is None
+    data = {name: last[name] for name in ("repeats", "entropy") if isinstance(last.get(name), float)}
     try:
-        return watch_facts(cfg, make_plan(cfg, int(last.get("world_size") or 1), windows, done), fresh)
+        return watch_facts(cfg, make_plan(cfg, int(last.get("world_size") or 1), windows, done), fresh, **data)
     except UserError:
         return Facts(vocab_size=cfg.model.vocab_size, lr=cfg.optim.lr, grad_clip=cfg.optim.grad_clip, windows=windows,
                      global_batch=last.get("global_batch"), fresh=fresh and cfg.model.factory is None,
-                     ranks=last.get("world_size"))  # fmt: skip
+                     setup=last.get("setup"))  # fmt: skip
 
 
 def _windows(run: Run, cfg: Config) -> int | None:
@@ -128,9 +142,10 @@ def _is_ours(file: Path) -> bool:
     return False
 
 
-def _records(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """The records, and how many lines are none. A last line that a crash cut short is no fault."""
+def _records(file: Path) -> tuple[list[dict[str, Any]], int, Counter[str]]:
+    """The records, how many lines are none, and the fields that are left out. A last line that a crash cut short is no fault."""
     found: list[dict[str, Any]] = []
+    wrong: Counter[str] = Counter()
     broken = 0
     torn = False
     for line in lines(file):
@@ -141,31 +156,22 @@ def _records(file: Path) -> tuple[list[dict[str, Any]], int]:
         except (ValueError, RecursionError):
             torn = bool(line.strip())
             continue
-        if _sound(record):
-            found.append(record)
+        if is_record(record):
+            kept, left_out = sound(record)
+            found.append(kept)
+            wrong.update(left_out)
         else:
             broken += 1
-    return found, broken
-
-
-def _sound(record: Any) -> bool:
-    """A record of a kind that is not for us (a sample, one of a later version) is no damage."""
-    if not (isinstance(record, dict) and isinstance(record.get("kind"), str) and type(record.get("step")) is int):
-        return False
-    return record["step"] >= 0 and all(_is_number(record[name]) for name in _NUMBERS if name in record)
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and abs(value) < 1e300)
+    return found, broken, wrong
 
 
 def _findings(file: Path) -> list[Finding]:
     found = []
     for line in lines(file) if file.is_file() else ():
-        with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
+        with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError, OverflowError):
             r = json.loads(line)
             message, cause, advice = (str(r[name]) for name in ("message", "cause", "advice"))
-            if r["action"] in ACTIONS:
+            if r["action"] in ACTIONS and type(r["step"]) is int and 0 <= r["step"] < 1e15:
                 found.append(Finding(str(r["kind"]), int(r["step"]), message, cause, advice, r["action"]))
     return found
 

@@ -11,7 +11,7 @@ from kamui_dist.report import ledger
 from kamui_dist.report.drawn import Drawn
 from kamui_dist.report.figures import Chart, Figure, Line
 from kamui_dist.report.logs import ATTEMPTS
-from kamui_dist.report.series import binned, column, moving_average
+from kamui_dist.report.series import as_float, binned, column, moving_average
 
 BINS = 160  # of what is stacked
 WIDE, NARROW = 860, 640  # pixels
@@ -138,8 +138,7 @@ def _sources(drawn: Drawn) -> list[Chart]:
 
 
 def _inner(value: Any, name: str) -> float:
-    found = value.get(name) if isinstance(value, dict) else None
-    return float(found) if isinstance(found, int | float) else np.nan
+    return as_float(value.get(name) if isinstance(value, dict) else None)
 
 
 def _layers(drawn: Drawn) -> list[tuple[str, list[Chart]]]:

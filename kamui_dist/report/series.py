@@ -16,7 +16,7 @@ COLUMNS = 900  # of the picture; each keeps at most four points
 
 def column(records: Iterable[dict[str, Any]], name: str) -> Floats:
     """NaN where there is no number."""
-    return np.array([_number(r.get(name)) for r in records], dtype=np.float64)
+    return np.array([as_float(r.get(name)) for r in records], dtype=np.float64)
 
 
 def curve(records: list[dict[str, Any]], name: str, by: str) -> Curve | None:
@@ -76,5 +76,8 @@ def _of(records: Iterable[dict[str, Any]], name: str, what: Callable[[Floats], f
     return what(found) if len(found) else None
 
 
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else np.nan
+def as_float(value: Any) -> float:
+    """NaN for what is no number; what no axis could span is NaN or 0."""
+    if not isinstance(value, int | float) or not abs(value) < 1e100:
+        return np.nan
+    return float(value) if abs(value) > 1e-100 else 0.0
