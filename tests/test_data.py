@@ -465,21 +465,23 @@ def test_loader_reports_its_threads_error_each_time(tmp_path):
                 batches.next()
 
 
-def data_threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name == "kamui-data"]
+def data_threads(before: set[threading.Thread]) -> list[threading.Thread]:
+    """Those of this test. before: of other tests of this process, whose loaders a traceback may keep."""
+    return [t for t in threading.enumerate() if t.name == "kamui-data" and t not in before]
 
 
 def test_loader_ends_its_thread(tmp_path, monkeypatch):
+    before = set(threading.enumerate())
     dataset = write(tmp_path, np.arange(200))
     batches = loader(dataset)
     batches.next()
     assert batches.data_seconds >= 0
-    assert len(data_threads()) == 1
+    assert len(data_threads(before)) == 1
     start = time.perf_counter()
     batches.close()
     batches.close()
     assert time.perf_counter() - start < 1
-    assert not data_threads()
+    assert not data_threads(before)
     with pytest.raises(RuntimeError, match="closed"):
         batches.next()
 
@@ -487,7 +489,7 @@ def test_loader_ends_its_thread(tmp_path, monkeypatch):
     dropped.next()
     del dropped
     gc.collect()
-    assert not data_threads()
+    assert not data_threads(before)
 
     # Closed by another thread while next() waits.
     release = threading.Event()
@@ -500,7 +502,7 @@ def test_loader_ends_its_thread(tmp_path, monkeypatch):
         waiting.next()
     release.set()
     closer.join()
-    assert not data_threads()
+    assert not data_threads(before)
 
 
 def test_data_seconds_is_the_wait(tmp_path, monkeypatch):
