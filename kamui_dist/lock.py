@@ -10,8 +10,7 @@ A lock that was left behind must not keep a run from going on, and a second star
 - the kernel's lock is held: somebody lives;
 - the same machine: the process is there, with the same start time (numbers are used again), or it is not; and it holds this
   directory, of which this one may be a copy (cp -r);
-- another machine: its file is touched, or has not been for STALE_SECONDS, by the file system's clock or by ours while the second
-  start watches it: a clock may have been wrong;
+- another machine: its file is touched, or has not been for STALE_SECONDS, by the file system's clock (it may be wrong) or by ours;
 - the same torchrun (a restart in place), or the same job requeued: what held the lock is over.
 """
 
@@ -53,11 +52,13 @@ class Lock:
         self.handle = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o644)
         self.token = uuid.uuid4().hex
         self.gone = ""  # what the heartbeat has seen, as `moved`
+        self.looks = threading.Lock()  # the heartbeat and the loop both do
         try:
             kernel = _acquire(run_dir, self.path, self.handle)
             self.directory = _identity(run_dir)
             taken = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            write_json(self.path, {**_me(), "directory": self.directory, "token": self.token, "taken": taken})
+            self.holder = {**_me(), "directory": self.directory, "token": self.token, "taken": taken}
+            write_json(self.path, self.holder)
             self.steady = not is_another(self.file, self.handle)  # else this file system's numbers tell nothing
             if kernel is None:  # two that found it free at once: the later file counts
                 time.sleep(1.0)
@@ -82,7 +83,12 @@ class Lock:
         os.close(self.handle)  # frees the kernel's lock; the file stays, or two could lock two files of one name
 
     def moved(self) -> str:
-        """What has become of the run directory, in one line, if RUN/.lock is not the file that is locked here; else "". Looks."""
+        """What has become of the run directory, in one line, if RUN/.lock is not the file that is locked here; else "". Looks.
+        Where only the file is gone (something cleans up old files) it is made and locked again."""
+        with self.looks:
+            return self._moved()
+
+    def _moved(self) -> str:
         if not (self.steady and is_another(self.file, self.handle)):
             return ""
         time.sleep(AGAIN_SECONDS)
@@ -90,15 +96,28 @@ class Lock:
             return ""
         run_dir, now = self.file.parent, where(self.handle)
         if self.directory == _identity(run_dir):
-            return (
-                f"run.dir: {self.file} was removed or replaced while the run trained, and nothing else keeps a second start out; "
-                "the run ends without a checkpoint; the same command goes on from the newest one"
-            )
+            return "" if self._taken_again() else (
+                f"run.dir: {self.file} was removed while the run trained, and another process has it now; the run ends without a "
+                "checkpoint; the same command goes on from the newest one"
+            )  # fmt: skip
         found = "" if now is None else f" (it is {now.parent} now: move it back)"
         return (
             f"run.dir: {run_dir} was moved, removed or replaced while it trained{found}; the run ends without a checkpoint; the "
             "same command goes on from the newest one that it finds there, and begins anew where there is none"
         )
+
+    def _taken_again(self) -> bool:
+        """Whether .lock could be made anew. False if somebody else has it; but a second start, which will be refused, lets go."""
+        end, handle = time.monotonic() + 2 * DYING_SECONDS, os.open(self.file, os.O_RDWR | os.O_CREAT, 0o644)
+        while (held := _lock(handle) is False) and time.monotonic() < end:
+            time.sleep(0.1)
+        if held or (_read(self.path) or self.holder).get("token") != self.token:
+            os.close(handle)
+            return False
+        os.close(self.handle)
+        self.handle = handle
+        write_json(self.path, self.holder)
+        return True
 
     def _touch(self) -> None:
         while not self.released.wait(TOUCH_SECONDS):
@@ -111,6 +130,9 @@ class Lock:
                 print(f"error: {_told(self.path.parent, found)}; this process ends", file=sys.stderr, flush=True)
                 os._exit(1)
             with contextlib.suppress(OSError):
+                os.utime(self.handle)  # neither is to look like an old file
+                if found is None and not self.path.exists() and not self.released.is_set():
+                    write_json(self.path, self.holder)
                 os.utime(self.path)
 
 
@@ -178,12 +200,8 @@ def _wait_for_the_dead(run_dir: Path, path: Path, handle: int) -> None:
         touched = seen
         if not told:
             told = True
-            wait = STALE_SECONDS - max(0.0, age)
-            print(
-                f"{_told(run_dir, holder)}; waiting up to {wait:.0f} s to see whether it lives",
-                file=sys.stderr,
-                flush=True,
-            )
+            wait = f"waiting up to {STALE_SECONDS - max(0.0, age):.0f} s to see whether it lives"
+            print(f"{_told(run_dir, holder)}; {wait}", file=sys.stderr, flush=True)
         time.sleep(min(1.0, TOUCH_SECONDS / 4))
 
 
@@ -208,11 +226,9 @@ def _is_elsewhere(holder: dict[str, Any] | None, run_dir: Path) -> bool:
 
 def _identity(run_dir: Path) -> list[int] | None:
     """Of the directory, whatever its name."""
-    try:
-        found = run_dir.stat()
-    except OSError:
-        return None
-    return [found.st_dev, found.st_ino]
+    with contextlib.suppress(OSError):
+        return [(found := run_dir.stat()).st_dev, found.st_ino]
+    return None
 
 
 def _lives_here(holder: dict[str, Any]) -> bool:
@@ -225,13 +241,11 @@ def _lives_here(holder: dict[str, Any]) -> bool:
 
 
 def _told(run_dir: Path, holder: dict[str, Any] | None) -> str:
-    if holder is None:
-        return f"run.dir: {run_dir} is in use by another process; stop that one, or choose another run.dir"
-    work = f", job {holder['job']}" if holder.get("job") else ""
-    return (
-        f"run.dir: {run_dir} is in use by process {holder.get('pid')} on {holder.get('host')}{work}, since "
-        f"{holder.get('taken')}; stop that one, or choose another run.dir"
-    )
+    who = "another process"
+    if holder:
+        work = f", job {holder['job']}" if holder.get("job") else ""
+        who = f"process {holder.get('pid')} on {holder.get('host')}{work}, since {holder.get('taken')}"
+    return f"run.dir: {run_dir} is in use by {who}; stop that one, or choose another run.dir"
 
 
 def _lock(handle: int) -> bool | None:
@@ -259,11 +273,10 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def _machine() -> str:
     """Where a process number means something: this boot of this machine, and this container."""
-    try:
+    with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return platform.node()
+    return platform.node()
 
 
 def _process_start(pid: int) -> int | None:
@@ -282,5 +295,5 @@ def _is_there(pid: int) -> int | None:
     except ProcessLookupError:
         return None
     except PermissionError:
-        return 0
+        pass
     return 0

@@ -97,16 +97,29 @@ def test_the_lock_tells_what_has_become_of_the_directory(tmp_path: Path, monkeyp
         shutil.rmtree(run)
         away.rename(run)
         assert held.moved() == ""
-        (run / ".lock").rename(run / "no-lock")
-        assert f"{run / '.lock'} was removed or replaced while the run trained" in held.moved()
-        (run / ".lock").touch()
-        assert f"{run / '.lock'} was removed or replaced" in held.moved()
+        # Only the files are gone, as where something cleans up old ones: they are made again, and keep others out again.
+        for files in ([".lock"], [".lock", "lock.json"]):
+            for name in files:
+                (run / name).unlink()
+            assert held.moved() == ""
+            assert {p.name for p in run.iterdir()} == {".lock", "lock.json"}
+            assert "in use by process" in of_another_process(run)
+        # Unless somebody has them.
+        (run / ".lock").unlink()
+        (run / "lock.json").write_text('{"token": "of another run"}')
+        assert f"{run / '.lock'} was removed while the run trained, and another process has it now" in held.moved()
         shutil.rmtree(run)
         assert f"{run} was moved, removed or replaced while it trained; the run ends" in held.moved()
         assert "\n" not in held.moved()
     finally:
         held.release()
     assert not run.exists()
+
+
+def of_another_process(run: Path) -> str:
+    """What a second start is told."""
+    code = f"from pathlib import Path; from kamui_dist.lock import Lock; Lock(Path({str(run)!r}))"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT).stderr
 
 
 def test_a_file_server_that_is_away_is_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
