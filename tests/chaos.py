@@ -570,7 +570,8 @@ class Campaign:
         good = intact(self.run)
         if self.outcome not in ("stopped", "finished"):
             self.problem(f"{fault.what}: the outcome is {self.outcome}, not stopped")
-        elif self.records.step > (good[-1][0] if good else 0):
+        elif self.resumed is not None and self.records.step > (good[-1][0] if good else 0):
+            # One that has not begun has not taken out the records of the updates that are to be done again, either.
             self.problem(f"{fault.what}: stopped after step {self.records.step}, the newest checkpoint is of {good}")
 
     def _delay(self, fault: Fault, attempt: Attempt) -> None:
