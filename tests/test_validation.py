@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kamui_dist import train
@@ -28,6 +30,10 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_data(tmp_path_factory.mktemp("other"), windows=40, seed=5)
 
 
+def of(stream: TokenDataset) -> str:
+    return stream.fingerprint[:20] + stream.sample(tiny.T, 32).digest[:20]
+
+
 def test_what_is_measured(tmp_path: Path, data: Path, other: Path) -> None:
     a, b = TokenDataset(data), TokenDataset(other)
 
@@ -36,21 +42,20 @@ def test_what_is_measured(tmp_path: Path, data: Path, other: Path) -> None:
         return measured(cfg, make_plan(cfg, 1), {str(i): s for i, s in enumerate(sets)})
 
     assert told() is None
-    assert told(a, eval__batches=2) == f"{a.fingerprint}, 32 windows"
+    assert told(a, eval__batches=2) == f"{of(a)}, 32 windows"
     assert told(a, b, eval__batches=2) == told(a, eval__batches=2), "the first set decides what is best"
-    assert told(b, eval__batches=2) == f"{b.fingerprint}, 32 windows"
-    assert (
-        told(a, eval__batches=0)
-        == told(a, eval__batches=4)
-        == told(a, eval__batches=100)
-        == f"{a.fingerprint}, 64 windows"
-    )
-    assert told(a, eval__batches=2, train__global_batch=8) == f"{a.fingerprint}, 16 windows"
+    assert told(b, eval__batches=2) == f"{of(b)}, 32 windows"
+    assert told(a, eval__batches=0) == told(a, eval__batches=4) == told(a, eval__batches=100) == f"{of(a)}, 64 windows"
+    assert told(a, eval__batches=2, train__global_batch=8) == f"{of(a)}, 16 windows"
+    # Other tokens under the same header.
+    changed = Path(shutil.copytree(data, tmp_path / "changed"))
+    ids = np.fromfile(changed / "00000.bin", dtype="<u2")
+    ids[::-1].tofile(changed / "00000.bin")
+    c = TokenDataset(changed)
+    assert c.fingerprint == a.fingerprint
+    assert told(c, eval__batches=2) != told(a, eval__batches=2)
     # Another loss of the same windows.
-    assert (
-        told(a, eval__batches=0, data__document_mask=True)
-        == f"{a.fingerprint}, 64 windows by document (separator None)"
-    )
+    assert told(a, eval__batches=0, data__document_mask=True) == f"{of(a)}, 64 windows by document (separator None)"
 
 
 def early(run: Path, data: Path, val: Path, **overrides: Any) -> Config:
