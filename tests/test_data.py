@@ -519,6 +519,7 @@ def test_data_seconds_is_the_wait(tmp_path, monkeypatch):
         assert 0.05 < batches.data_seconds < 5
 
 
+@pytest.mark.slow
 def test_process_ends_with_an_open_loader(tmp_path):
     write(tmp_path, np.arange(200))
     code = f"""

@@ -662,6 +662,7 @@ def test_fields_of_a_wrong_type_are_left_out(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_any_value_in_any_field_is_no_traceback(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:

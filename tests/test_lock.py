@@ -117,6 +117,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_another_machine_that_lives(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ended = threading.Event()
 
@@ -190,6 +191,7 @@ def test_a_holder_that_was_taken_for_dead_ends(tmp_path: Path, hold: Callable[..
     assert "in use by process 1 on node7" in child.stderr.read()
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_live_run_can_be_started(
     tmp_path: Path, hold: Callable[..., subprocess.Popen[str]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

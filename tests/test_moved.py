@@ -80,6 +80,7 @@ def wait_until(there: Callable[[], object]) -> None:
 # ---- the lock knows its file
 
 
+@pytest.mark.slow
 def test_the_lock_tells_what_has_become_of_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "AGAIN_SECONDS", 0.0)
     run, away = tmp_path / "run", tmp_path / "away"

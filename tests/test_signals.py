@@ -366,6 +366,7 @@ def test_a_request_before_the_first_step(tmp_path: Path, capsys: pytest.CaptureF
     assert tiny.steps_saved(run) == [5, 7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_other_commands_end_in_order(tmp_path: Path, number: signal.Signals) -> None:
     """prepare leaves nothing half-written behind."""
