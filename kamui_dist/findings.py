@@ -12,6 +12,7 @@ from typing import Any
 from kamui_dist import knobs
 
 ACTIONS = ("off", "note", "warn", "skip", "rollback", "stop")  # from the mildest to the gravest
+GRAVE = ("skip", "rollback", "stop")  # those that do more than tell
 
 
 @dataclass(frozen=True)

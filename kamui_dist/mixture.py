@@ -140,7 +140,7 @@ class TrainingData:
         """The share of targets that are the same token as their input, by `samples` and weights."""
         return sum(share * s.repeats for share, s in zip(self.turns.shares, self.samples, strict=True))
 
-    @property
+    @functools.cached_property
     def entropy(self) -> float:
         """Nats a token of a model that knows no more than how often each occurs, by `samples` and weights; with the correction for
         few samples of Miller (1955)."""

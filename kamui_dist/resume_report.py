@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kamui_dist.findings import GRAVE
 from kamui_dist.knobs import Model
 
 HARMLESS, ROUNDING, TRAJECTORY, REFUSED = "harmless", "rounding", "trajectory", "refused"
@@ -98,14 +99,13 @@ _TOLD_BY = {
 }
 # With dropout each of these has other masks, which depend on rank, micro-batch, device and compiler.
 _MASKS = {"world_size", "train.micro_batch", "device", "model.compile"}
-_GRAVE = ("skip", "rollback", "stop")  # actions of the watch that do more than tell
 
 Side = dict[str, Any]  # every key of a config, and what there is of _SETUP beside them
 
 
 def _watch_decides(s: Side) -> bool:
     """Whether a finding may change the weights or end the run. What is not finite is found without any threshold."""
-    return any(v in _GRAVE for k, v in s.items() if k.startswith("watch.on_") and k != "watch.on_non_finite")
+    return any(v in GRAVE for k, v in s.items() if k.startswith("watch.on_") and k != "watch.on_non_finite")
 
 
 def _goes_back(s: Side) -> bool:
@@ -115,7 +115,7 @@ def _goes_back(s: Side) -> bool:
 
 def _validation_decides(s: Side) -> bool:
     """Whether validations do more than tell: they end the run, or one that is the best makes a checkpoint to go back to."""
-    return s["eval.patience"] > 0 or s["watch.on_overfitting"] in _GRAVE or (s["checkpoint.best"] and _goes_back(s))
+    return s["eval.patience"] > 0 or s["watch.on_overfitting"] in GRAVE or (s["checkpoint.best"] and _goes_back(s))
 
 
 def _sharded(s: Side) -> bool:
@@ -127,7 +127,7 @@ def _by_document(s: Side) -> bool:
 
 
 def _action(key: str) -> Callable[[Side], bool]:
-    return lambda s: s[key] in _GRAVE
+    return lambda s: s[key] in GRAVE
 
 
 # Where a key counts at all: a change is harmless if it does in neither of the two configs.

@@ -148,7 +148,7 @@ def needed_bytes(checkpoint_bytes: int) -> int:
     return checkpoint_bytes + checkpoint_bytes // 50 + _SLACK
 
 
-def no_access(run_dir: Path, what: str, error: OSError) -> UserError:
+def _no_access(run_dir: Path, what: str, error: OSError) -> UserError:
     """One line: which file, what the system says of it, and what could be freed where that would help. what: as in "written"."""
     names = [str(name) for name in (error.filename, error.filename2) if name and str(name) != str(run_dir)]
     if error.errno not in FULL:
@@ -168,7 +168,7 @@ def access(run_dir: Path, what: str) -> Iterator[None]:
     except OSError as error:
         if error.errno in PASSING:
             raise
-        raise no_access(run_dir, what, error) from None
+        raise _no_access(run_dir, what, error) from None
 
 
 def what_to_free(directory: Path) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kamui_dist import distributed, mixture
+from kamui_dist import distributed
 from kamui_dist.batches import Gaps
 from kamui_dist.config import Config
 from kamui_dist.errors import UserError
@@ -53,20 +53,16 @@ def same_everywhere(train: TrainingData, val: dict[str, TokenStream]) -> None:
     Collective."""
     mine = {}
     with distributed.together():
-        mine = {"training data": (train.fingerprint, train.digest, str(train.streams[0].path))} | {
-            f"validation set {name}": (
-                stream.fingerprint,
-                stream.sample(train.context_length, mixture.SAMPLED // 8).digest,
-                str(stream.path),
-            )
+        mine = {"training data": (train.fingerprint + train.digest, str(train.streams[0].path))} | {
+            f"validation set {name}": (stream.content(train.context_length), str(stream.path))
             for name, stream in val.items()
         }
     first, *others = distributed.gather_objects(mine)
     faults = [
-        f"{what} of rank {rank} ({theirs[what][2]}) is not that of rank 0: bring the same files to all nodes"
+        f"{what} of rank {rank} ({theirs[what][1]}) is not that of rank 0: bring the same files to all nodes"
         for rank, theirs in enumerate(others, 1)
         for what in first
-        if theirs[what][:2] != first[what][:2]
+        if theirs[what][0] != first[what][0]
     ]
     distributed.raise_together(UserError("\n".join(faults[:4])) if faults else None)
 

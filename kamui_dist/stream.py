@@ -26,6 +26,7 @@ from kamui_dist.documents import DocumentEnds, document_starts
 from kamui_dist.errors import UserError
 
 _OPEN_FILES = 64
+CHECKED = 32  # windows, in `content`
 
 
 class Files:
@@ -231,6 +232,11 @@ class TokenStream:
             targets, return_counts=True
         )  # not by id: one that is no token may be beyond all memory
         return Sample(digest.hexdigest(), float(same.mean()) if same.size else 0.0, tokens.astype(np.int64), counts)
+
+    def content(self, context_length: int) -> str:
+        """What the files say that the tokens are, and what CHECKED windows of them are now, in one checksum: a file may have been
+        changed in place. Raises UserError as `read_raw`."""
+        return f"{self.fingerprint[:20]}{self.sample(context_length, CHECKED).digest[:20]}"
 
     def locate(self, position: int) -> tuple[str, int]:
         """The file that holds token `position` of the stream, and the byte in it."""

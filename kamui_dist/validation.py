@@ -53,9 +53,7 @@ def measured(cfg: Config, plan: Plan, sets: dict[str, TokenStream]) -> str | Non
         return None
     first, limit = next(iter(sets.values())), _limit(cfg, plan)
     windows = first.windows(cfg.model.context_length)
-    # Both: a file may be changed in place, under the header that it had.
-    of = f"{first.fingerprint[:20]}{first.sample(cfg.model.context_length, 32).digest[:20]}"
-    text = f"{of}, {windows if limit is None else min(limit, windows)} windows"
+    text = f"{first.content(cfg.model.context_length)}, {windows if limit is None else min(limit, windows)} windows"
     return text + (f" by document (separator {first.separator})" if cfg.data.document_mask else "")
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kamui_dist import knobs, rules_start
-from kamui_dist.findings import ACTIONS, KINDS, Finding, Sign
+from kamui_dist.findings import ACTIONS, GRAVE, KINDS, Finding, Sign
 from kamui_dist.observation import Facts, Observation, Verdict
 from kamui_dist.rules import Rule
 from kamui_dist.rules_loss import FAST, Divergence, Level, Overfitting, Plateau
@@ -40,6 +40,10 @@ LONGEST_WAIT = 8  # windows between two findings of one kind
 OVERFLOWED = (
     "the forward pass overflows or divides by zero: a learning rate too high, no target in the batch, a row all masked."
 )
+WITHOUT_SCALE = (  # of non-finite numbers where no scale of fp16 is looked for
+    "a learning rate too high, or a batch without a target.",
+    "if it goes on, lower optim.lr; run.debug=true names the operation.",
+)
 NOT_THE_SAME = (  # for data that are seen for the first time, and so not overfitted
     "training and validation do not see the same: validation data of another kind, wrong targets in training, too much dropout, "
     "or a model that is another one in eval mode.",
@@ -52,7 +56,6 @@ ONLY_FREQUENCIES = (
     "train.overfit_one_batch=true.",
 )
 SKIPS = 5  # updates that `skip` leaves out in a row, for a finding that lasts
-GRAVE = ("skip", "rollback", "stop")  # actions that do more than tell
 PACE = ("waits", "slow_rank", "throughput", "memory")  # rules on time and memory
 
 
@@ -187,12 +190,10 @@ class Watch:
             return []
         message = f"loss {loss:.4g}" + (f", gradient norm {norm:.4g}" if norm is not None else "")
         message += ": update skipped on all ranks" + (f", {row} in a row." if row > 1 else ".")
-        kind, known = KINDS["non-finite"], self.facts.precision
-        cause = kind.cause if math.isfinite(loss) else OVERFLOWED
-        advice = kind.advice
-        if known is not None and known != "fp16":
-            cause = cause.replace("fp16 looking for its scale (harmless when rare), ", "")
-            advice = advice.replace(" or use run.precision=bf16", "")
+        kind = KINDS["non-finite"]
+        cause, advice = (kind.cause, kind.advice) if self.facts.precision in (None, "fp16") else WITHOUT_SCALE
+        if not math.isfinite(loss):
+            cause = OVERFLOWED
         advice += f" watch.max_skipped = {most} is reached." if stop else ""
         action = self.cfg.on_non_finite if stop else "skip"
         since = step - row + 1 if row > 1 else None

@@ -16,6 +16,7 @@ from kamui_dist.config import Config
 from kamui_dist.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
 from kamui_dist.plan import make_plan
 from kamui_dist.shards import TokenDataset
+from kamui_dist.stream import CHECKED
 from kamui_dist.validation import Validator, measured
 from tests import tiny
 
@@ -31,7 +32,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def of(stream: TokenDataset) -> str:
-    return stream.fingerprint[:20] + stream.sample(tiny.T, 32).digest[:20]
+    return stream.fingerprint[:20] + stream.sample(tiny.T, CHECKED).digest[:20]
 
 
 def test_what_is_measured(tmp_path: Path, data: Path, other: Path) -> None:
